@@ -1,0 +1,82 @@
+"""Attention: softmax(Q Kᵀ / sqrt(D)) V, with multi-head, grouped-query and multi-query attention as one case.
+
+Sources: Vaswani et al. 2017, section 3.2.1; Shazeer 2019 (one key/value head); Ainslie et al. 2023 (groups).
+Cost: 4 * H * D FLOPs for each (query, key) pair; the reference also writes and reads B * H * T * S scores.
+Layout (that of the flash-attn library): q is (B, T, H, D), k and v are (B, S, K, D), H a multiple of K: query head h
+reads key/value head h // (H/K). Causal masks align the *last* query with the last key, so the T queries are the
+newest of S tokens.
+Not here: dropout, sliding windows, learned biases, padding masks.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BACKENDS = ("auto", "reference", "sdpa")
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None, backend: str = "auto") -> Tensor:
+    """Attend with queries (B, T, H, D) to keys and values (B, S, K, D); returns (B, T, H, D).
+
+    scale: multiplies the scores, 1/sqrt(D) unless given. causal: query t sees keys 0 … S - T + t.
+    backend: "reference" writes out the matrix of scores; "sdpa" is PyTorch's fused kernel; "auto" picks one.
+    Raises ValueError or TypeError when the shapes, dtypes or devices don't fit together.
+    """
+    check_inputs(q, k, v, causal, backend)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    return _reference(q, k, v, causal, scale) if backend == "reference" else _sdpa(q, k, v, causal, scale)
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, backend: str) -> None:
+    """Raise one clear sentence for whatever attention could only compute wrongly."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}.")
+    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
+        raise ValueError(
+            f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; expected (B, T, H, D), (B, S, K, D), (B, S, K, D)."
+        )
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} differ in batch size or head dimension.")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads.")
+    if causal and q.shape[1] > k.shape[1]:
+        raise ValueError(f"causal attention of {q.shape[1]} queries to {k.shape[1]} keys: the first queries would see no key; give S >= T.")
+    if not q.is_floating_point() or q.dtype != k.dtype or q.dtype != v.dtype:
+        raise TypeError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; all three must be the same floating-point dtype.")
+    if q.device != k.device or q.device != v.device:
+        raise ValueError(f"q, k, v are on {q.device}, {k.device}, {v.device}; move them to one device.")
+
+
+def causal_mask(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
+    """(T, S) booleans, True where query t may look at key s: s <= S - T + t."""
+    return torch.ones(n_queries, n_keys, dtype=torch.bool, device=device).tril(n_keys - n_queries)
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    """For the eye and for the tests: every score in memory, softmax in float32."""
+    B, T, H, D = q.shape
+    S, K = k.shape[1:3]
+    q = q.reshape(B, T, K, H // K, D)
+    scores = torch.einsum("btkgd,bskd->bkgts", q, k).float() * scale  # (B, K, G, T, S)
+    if causal:
+        scores = scores.masked_fill(~causal_mask(T, S, q.device), -torch.inf)
+    weights = scores.softmax(dim=-1).to(q.dtype)
+    return torch.einsum("bkgts,bskd->btkgd", weights, v).reshape(B, T, H, D)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    """PyTorch's scaled_dot_product_attention, which wants heads before tokens: (B, H, T, D)."""
+    B, T, H, D = q.shape
+    S, K = k.shape[1:3]
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, K, S, D), views
+    if T == 1:
+        # Decode. The newest token sees every key, so no mask; and the G query heads that share a key/value head can
+        # stand as G rows of one small matrix, so nothing is expanded: (B, K, G, D).
+        return F.scaled_dot_product_attention(q.reshape(B, K, H // K, D), k, v, scale=scale).reshape(B, 1, H, D)
+    mask = causal_mask(T, S, q.device) if causal and S > T else None
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k, v, attn_mask=mask, is_causal=causal and S == T, scale=scale, enable_gqa=H != K
+    )
+    return out.transpose(1, 2)

@@ -1,0 +1,173 @@
+"""Counting: parameters, FLOPs, bytes *stored* and bytes *read*. Every other lesson predicts with these numbers.
+
+Cost formulas (letters: L layers, C width, H/K query and key/value heads, D head size, F feed-forward width,
+V vocabulary, n tokens):
+
+    parameters      L * (C*H*D + 2*C*K*D + H*D*C + 3*C*F + 2*C) + V*C (+ V*C untied) + C
+    KV bytes/token  2 * L * K * D * bytes
+    FLOPs/token     2 * (parameters in matrices) + 4 * L * H * D * context
+
+Sources: Kaplan et al. 2020, section 2.1 (2 FLOPs per parameter and token); Pope et al. 2022, section 2 (memory and compute of
+inference). A multiply-add counts as 2 FLOPs. Counted: every matrix product, attention scores and the head.
+Not counted: norms, softmax, rotary positions, activations, sampling (below 1% for all presets), and the scales
+that real quantized formats store beside their integers (lesson 09).
+Everything is exact integer arithmetic on a `ModelConfig`; no tensors.
+"""
+
+import math
+from typing import Any
+
+from minillm.config import ModelConfig
+
+# bits per stored number
+_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "float8": 8, "int8": 8, "int4": 4}
+_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp8": "float8"}
+
+
+def dtype_bits(dtype: Any) -> int:
+    """Bits per number for a dtype name ("float16", "bf16", "int4", …) or a torch.dtype."""
+    name = str(dtype).removeprefix("torch.")
+    name = _ALIASES.get(name, name)
+    if name not in _BITS:
+        raise ValueError(f"dtype {dtype!r} is not known here; choose one of {', '.join(_BITS)}.")
+    return _BITS[name]
+
+
+def _check(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{name} is {value!r}; it must be a whole number, 0 or more.")
+
+
+# Parameters
+
+
+def param_breakdown(config: ModelConfig) -> dict[str, int]:
+    """Parameters by part; the values sum to `param_count`. A tied head counts once, under "embedding"."""
+    c, h, k, d, f = config.d_model, config.n_heads, config.n_kv_heads, config.d_head, config.d_ff
+    attention = c * h * d + 2 * c * k * d + h * d * c  # W_q, W_k and W_v, W_o
+    attention += (h + 2 * k) * d * config.qkv_bias + c * config.attn_out_bias
+    mlp = (3 if config.mlp == "swiglu" else 2) * c * f  # gate, up, down: or up, down
+    mlp += (c + f) * config.mlp_bias
+    per_norm = c * (2 if config.norm == "layernorm" else 1)  # scale, and for LayerNorm a shift
+    norms = config.n_layers * 2 * per_norm + per_norm  # two a layer, one at the end
+    norms += config.n_layers * 2 * d * config.qk_norm
+    return {
+        "embedding": config.vocab_size * c,
+        "positions": config.n_position_rows * c,
+        "attention": config.n_layers * attention,
+        "mlp": config.n_layers * mlp,
+        "norms": norms,
+        "head": 0 if config.tie_embeddings else config.vocab_size * c,
+    }
+
+
+def param_count(config: ModelConfig) -> int:
+    """Number of distinct parameters (tied matrices once)."""
+    return sum(param_breakdown(config).values())
+
+
+def matmul_params(config: ModelConfig) -> int:
+    """Parameters that one token is multiplied with: attention and feed-forward matrices, and the head.
+
+    The head's matrix counts even when it is tied to the embedding: sharing saves memory, not work.
+    """
+    c = config.d_model
+    heads = 2 * config.n_heads + 2 * config.n_kv_heads
+    per_layer = c * heads * config.d_head + (3 if config.mlp == "swiglu" else 2) * c * config.d_ff
+    return config.n_layers * per_layer + config.vocab_size * c
+
+
+# Bytes
+
+
+def weight_bytes(config: ModelConfig, dtype: Any) -> int:
+    """Bytes that hold all parameters in `dtype` (rounded up to whole bytes)."""
+    return math.ceil(param_count(config) * dtype_bits(dtype) / 8)
+
+
+def weight_read_bytes(config: ModelConfig, dtype: Any) -> int:
+    """Bytes of weights that one forward pass has to read, whatever the batch.
+
+    All of them, except an input embedding that is not also the head: of that only the rows of the tokens are
+    fetched, which is neglected here (as are the rows of a learned position table).
+    """
+    unread = config.n_position_rows * config.d_model
+    unread += 0 if config.tie_embeddings else config.vocab_size * config.d_model
+    return math.ceil((param_count(config) - unread) * dtype_bits(dtype) / 8)
+
+
+def kv_cache_bytes(config: ModelConfig, batch_size: int, seq_len: int, dtype: Any) -> int:
+    """Bytes *stored* by a KV cache: 2 (K and V) * L * K * D numbers for each of batch_size * seq_len tokens."""
+    _check(batch_size=batch_size, seq_len=seq_len)
+    per_token = 2 * config.n_layers * config.n_kv_heads * config.d_head
+    return math.ceil(batch_size * seq_len * per_token * dtype_bits(dtype) / 8)
+
+
+def kv_cache_read_bytes(config: ModelConfig, batch_size: int, context_len: int, dtype: Any) -> int:
+    """Bytes *read* from the cache by one decode step with `context_len` tokens cached per sequence.
+
+    Equal to the bytes stored, every step: the cache is written once and read again for each new token.
+    """
+    return kv_cache_bytes(config, batch_size, context_len, dtype)
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: Any) -> int:
+    """Bytes that one token adds to the cache."""
+    return kv_cache_bytes(config, 1, 1, dtype)
+
+
+def max_batch_size(config: ModelConfig, seq_len: int, memory_bytes: int, dtype: Any) -> int:
+    """Largest batch of `seq_len`-token sequences whose cache fits beside the weights (0 if none does).
+
+    Activations and the framework's own memory are not counted: a few percent of a serving GPU.
+    """
+    _check(seq_len=seq_len, memory_bytes=memory_bytes)
+    per_sequence = max(1, kv_cache_bytes(config, 1, seq_len, dtype))
+    return max(0, memory_bytes - weight_bytes(config, dtype)) // per_sequence
+
+
+# FLOPs
+
+
+def attention_flops(config: ModelConfig, n_pairs: int) -> int:
+    """FLOPs of QKᵀ and of PV over all layers: 2 * 2 * D per head for each (query, key) pair that is looked at."""
+    return 4 * config.n_layers * config.n_heads * config.d_head * n_pairs
+
+
+def decode_flops(config: ModelConfig, context_len: int) -> int:
+    """FLOPs for one new token that attends to `context_len` tokens, itself included, head included."""
+    _check(context_len=context_len)
+    return 2 * matmul_params(config) + attention_flops(config, context_len)
+
+
+def prefill_flops(config: ModelConfig, n_tokens: int, *, last_logits_only: bool = False) -> int:
+    """FLOPs for a prompt of `n_tokens` in one pass, causal: token i attends to i tokens.
+
+    Equal to the sum of `decode_flops(config, i)` for i = 1 … n_tokens. `last_logits_only` applies the head to
+    the last token alone, which is all that generation needs.
+    """
+    _check(n_tokens=n_tokens)
+    flops = 2 * matmul_params(config) * n_tokens + attention_flops(config, n_tokens * (n_tokens + 1) // 2)
+    if last_logits_only:
+        flops -= 2 * config.vocab_size * config.d_model * max(0, n_tokens - 1)
+    return flops
+
+
+# FLOPs against bytes
+
+
+def decode_bytes(config: ModelConfig, batch_size: int, context_len: int, dtype: Any) -> int:
+    """Bytes that one decode step moves: all weights once, and every sequence's cache."""
+    return weight_read_bytes(config, dtype) + kv_cache_read_bytes(config, batch_size, context_len, dtype)
+
+
+def decode_intensity(config: ModelConfig, batch_size: int, context_len: int, dtype: Any) -> float:
+    """Arithmetic intensity of a decode step in FLOPs per byte (Williams et al. 2009, the roofline model)."""
+    return batch_size * decode_flops(config, context_len) / decode_bytes(config, batch_size, context_len, dtype)
+
+
+def prefill_intensity(config: ModelConfig, n_tokens: int, dtype: Any) -> float:
+    """Arithmetic intensity of a prefill in FLOPs per byte: weights read once, the cache written once."""
+    moved = weight_read_bytes(config, dtype) + kv_cache_bytes(config, 1, n_tokens, dtype)
+    return prefill_flops(config, n_tokens, last_logits_only=True) / moved
