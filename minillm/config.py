@@ -12,6 +12,7 @@ scaling than Llama 3's. Such a config is refused by name.
 """
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,11 @@ _LIMITS = {
     "n_layers": 1024, "d_model": 1 << 17, "n_heads": 4096, "n_kv_heads": 4096, "d_head": 4096,
     "d_ff": 1 << 20, "vocab_size": 1 << 22, "max_seq_len": 1 << 27,
 }  # fmt: skip
+
+
+def _is_positive(value: Any) -> bool:
+    """True for a positive number that a float can hold."""
+    return type(value) in (int, float) and 0 < value <= sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -70,12 +76,12 @@ class ModelConfig:
             raise ValueError(f"d_head is {self.d_head}; rotary positions turn pairs, so it must be even.")
         for field in ("norm_eps", "rope_theta"):
             value = getattr(self, field)
-            if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+            if not _is_positive(value):
                 raise ValueError(f"{field} is {value!r}; it must be a positive number.")
         if self.rope_factors is not None:
             if len(self.rope_factors) != self.d_head // 2:
                 raise ValueError(f"rope_factors has {len(self.rope_factors)} entries; d_head {self.d_head} needs {self.d_head // 2}.")
-            if not all(math.isfinite(f) and f > 0 for f in self.rope_factors):
+            if not all(map(_is_positive, self.rope_factors)):
                 raise ValueError("rope_factors must be positive finite numbers.")
 
     @property
@@ -122,7 +128,9 @@ class ModelConfig:
         if raw.get("head_dim") is None and (n_heads < 1 or d_model % n_heads):
             raise ValueError(f"hidden_size {d_model} is not a multiple of num_attention_heads {n_heads}, and head_dim is not given.")
         # Qwen3 has always had heads of its own size; the others derive it unless the file says otherwise.
-        d_head = integer("head_dim", 128 if kind == "qwen3" else d_model // n_heads)
+        d_head = integer("head_dim", 128 if kind == "qwen3" else d_model // max(1, n_heads))
+        if d_head > _LIMITS["d_head"]:  # before a list of D/2 factors is made
+            raise ValueError(f"d_head is {d_head}; it must be a whole number from 1 to {_LIMITS['d_head']}.")
         bias = flag("attention_bias", False)
         theta, factors = _rope(raw, d_head)
         return ModelConfig(
@@ -160,6 +168,8 @@ def _refuse_unsupported(raw: dict[str, Any], kind: str) -> None:
         raise ValueError(f"partial_rotary_factor {raw['partial_rotary_factor']!r} is not implemented; all of D must be rotated.")
     windowed = raw.get("sliding_window") is not None and (kind == "mistral" or raw.get("use_sliding_window", False))
     layer_types = raw.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise ValueError(f"config.json has layer_types = {layer_types!r}; it must be a list.")
     if windowed or any(t != "full_attention" for t in layer_types):
         raise ValueError(f"sliding_window {raw.get('sliding_window')!r} is not implemented; only full attention can be run.")
 
@@ -183,7 +193,7 @@ def _rope(raw: dict[str, Any], d_head: int) -> tuple[float, tuple[float, ...] | 
     if rope_type != "llama3":
         raise ValueError(f"rope scaling {rope_type!r} is not implemented; supported are default and llama3.")
     values = [merged.get(k) for k in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")]
-    if any(type(v) not in (int, float) or not math.isfinite(v) or v <= 0 for v in values) or values[2] <= values[1]:
+    if not all(map(_is_positive, values)) or values[2] <= values[1]:
         raise ValueError(
             "rope scaling llama3 needs positive factor, low_freq_factor, high_freq_factor (the larger) and "
             f"original_max_position_embeddings; config.json has {values!r}."

@@ -14,7 +14,6 @@ that real quantized formats store beside their integers (lesson 09).
 Everything is exact integer arithmetic on a `ModelConfig`; no tensors.
 """
 
-import math
 from typing import Any
 
 from minillm.config import ModelConfig
@@ -81,9 +80,14 @@ def matmul_params(config: ModelConfig) -> int:
 # Bytes
 
 
+def _bytes(n_numbers: int, dtype: Any) -> int:
+    """Rounded up to whole bytes, without a float on the way."""
+    return -(-n_numbers * dtype_bits(dtype) // 8)
+
+
 def weight_bytes(config: ModelConfig, dtype: Any) -> int:
     """Bytes that hold all parameters in `dtype` (rounded up to whole bytes)."""
-    return math.ceil(param_count(config) * dtype_bits(dtype) / 8)
+    return _bytes(param_count(config), dtype)
 
 
 def weight_read_bytes(config: ModelConfig, dtype: Any) -> int:
@@ -94,14 +98,14 @@ def weight_read_bytes(config: ModelConfig, dtype: Any) -> int:
     """
     unread = config.n_position_rows * config.d_model
     unread += 0 if config.tie_embeddings else config.vocab_size * config.d_model
-    return math.ceil((param_count(config) - unread) * dtype_bits(dtype) / 8)
+    return _bytes(param_count(config) - unread, dtype)
 
 
 def kv_cache_bytes(config: ModelConfig, batch_size: int, seq_len: int, dtype: Any) -> int:
     """Bytes *stored* by a KV cache: 2 (K and V) * L * K * D numbers for each of batch_size * seq_len tokens."""
     _check(batch_size=batch_size, seq_len=seq_len)
     per_token = 2 * config.n_layers * config.n_kv_heads * config.d_head
-    return math.ceil(batch_size * seq_len * per_token * dtype_bits(dtype) / 8)
+    return _bytes(batch_size * seq_len * per_token, dtype)
 
 
 def kv_cache_read_bytes(config: ModelConfig, batch_size: int, context_len: int, dtype: Any) -> int:

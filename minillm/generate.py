@@ -6,6 +6,7 @@ Cost: prefill `costs.prefill_flops(config, n)` once; then each token reads all w
 Not here: several requests at once (the engine), drafts (speculative decoding).
 """
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -68,9 +69,12 @@ def check_request(
     model: Decoder, prompt_ids: Sequence[int], max_new_tokens: int, sampling: Sampling | None, stop_ids: Iterable[int]
 ) -> tuple[list[int], frozenset[int]]:
     """The prompt as a list and the stop ids as a set, or one sentence about what is wrong with the request."""
-    if isinstance(prompt_ids, str):
+    if isinstance(prompt_ids, (str, bytes)):
         raise TypeError("prompt_ids is a string; encode it first: tokenizer.encode(text).")
-    ids = [int(i) for i in prompt_ids]
+    try:
+        ids = [operator.index(i) for i in prompt_ids]
+    except TypeError as error:
+        raise TypeError(f"prompt_ids must be whole numbers, as tokenizer.encode returns them ({error}).") from error
     vocab, limit = model.config.vocab_size, model.config.max_seq_len
     if not ids:
         raise ValueError("prompt_ids is empty; give at least one token.")

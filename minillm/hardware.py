@@ -110,6 +110,20 @@ def seconds_per_call(fn: Callable[[], Any], device: torch.device, repeats: int =
     return median(times)
 
 
+def _large_matrix(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """More bytes than any cache holds, so that they come from memory: 512 MiB on a CPU, 2 GiB on a GPU."""
+    rows, columns = (1 << 17, 1 << 13) if device.type == "cuda" else (1 << 16, 1 << 11)
+    return torch.ones(rows, columns, device=device, dtype=dtype)
+
+
+@torch.inference_mode()
+def read_bandwidth(device: torch.device, dtype: torch.dtype, matrix: torch.Tensor | None = None) -> float:
+    """Bytes per second that a matrix-vector product reads its matrix with, about half a second's measurement."""
+    matrix = _large_matrix(device, dtype) if matrix is None else matrix
+    vector = torch.ones(matrix.shape[1], device=device, dtype=dtype)
+    return matrix.nbytes / seconds_per_call(partial(torch.mv, matrix, vector), device)
+
+
 @torch.inference_mode()
 def _measure(device: torch.device) -> Hardware:
     on_gpu = device.type == "cuda"
@@ -119,13 +133,10 @@ def _measure(device: torch.device) -> Hardware:
     else:
         name, memory, dtypes = f"{cpu_name()} ({torch.get_num_threads()} threads)", _ram_bytes(), (torch.float32,)
     dtype = dtypes[0]
-    # Bandwidth: far more bytes than any cache holds, so that they come from memory: 512 MiB on a CPU, 2 GiB on a GPU.
-    rows, columns = (1 << 17, 1 << 13) if on_gpu else (1 << 16, 1 << 11)
-    matrix = torch.ones(rows, columns, dtype=dtype, device=device)
-    vector = torch.ones(columns, dtype=dtype, device=device)
-    bandwidth = matrix.nbytes / seconds_per_call(lambda: torch.mv(matrix, vector), device)
+    matrix = _large_matrix(device, dtype)
     source, target = matrix.chunk(2)
     copy_bandwidth = 2 * source.nbytes / seconds_per_call(lambda: target.copy_(source), device)
+    bandwidth = read_bandwidth(device, dtype, matrix)
     peaks = {}
     for dtype in dtypes:
         n = 8192 if on_gpu else 2048

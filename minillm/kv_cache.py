@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from minillm.attention import BACKENDS, attention
+from minillm.attention import BACKENDS, attend
 
 if TYPE_CHECKING:
     from minillm.model import Decoder
@@ -41,7 +41,7 @@ class NoCache:
         return 0, n_new
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, backend=self.backend)
+        return attend(q, k, v, True, q.shape[-1] ** -0.5, self.backend)
 
     def advance(self, n_new: int) -> None:
         pass
@@ -65,6 +65,7 @@ class KVCache:
         shape = (c.n_layers, batch_size, max_len, c.n_kv_heads, c.d_head)
         self.k = torch.zeros(shape, dtype=model.dtype, device=model.device)
         self.v = torch.zeros_like(self.k)
+        self._layers = [(self.k[i], self.v[i]) for i in range(c.n_layers)]  # views, (B, max_len, K, D) each
         self.length = 0
         self.max_len = max_len
         self.backend = backend
@@ -87,10 +88,10 @@ class KVCache:
         start, end = self.length, self.length + q.shape[1]
         if q.shape[0] != self.k.shape[1]:
             raise ValueError(f"The tokens are a batch of {q.shape[0]}; this cache was made for a batch of {self.k.shape[1]}.")
-        keys, values = self.k[layer], self.v[layer]  # (B, max_len, K, D)
+        keys, values = self._layers[layer]
         keys[:, start:end] = k
         values[:, start:end] = v
-        return attention(q, keys[:, :end], values[:, :end], backend=self.backend)
+        return attend(q, keys[:, :end], values[:, :end], True, q.shape[-1] ** -0.5, self.backend)
 
     def advance(self, n_new: int) -> None:
         self.length += n_new

@@ -48,8 +48,9 @@ def probabilities(logits: Tensor, sampling: Sampling | None) -> Tensor:
     logits = logits.float()
     if sampling is None or sampling.temperature == 0:
         return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
-    # Subtracting the maximum first keeps tiny temperatures from overflowing.
-    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
+    # Subtracting the maximum first keeps tiny temperatures from overflowing. Beyond these limits, which are greedy and
+    # uniform already, float32 would make the temperature 0 or infinite, and the quotients NaN.
+    logits = (logits - logits.amax(-1, keepdim=True)) / min(max(sampling.temperature, 1e-30), 1e30)
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
@@ -57,7 +58,7 @@ def probabilities(logits: Tensor, sampling: Sampling | None) -> Tensor:
     if sampling.top_p is not None and sampling.top_p < 1:
         ordered, index = probs.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered  # probability of the likelier tokens
-        ordered = ordered.masked_fill(before >= sampling.top_p, 0.0)  # the first token always stays: nothing is before it
+        ordered = ordered.masked_fill((before > 0) & (before >= sampling.top_p), 0.0)  # the first stays: nothing is before it
         probs = torch.zeros_like(probs).scatter(-1, index, ordered)
         probs = probs / probs.sum(-1, keepdim=True)
     return probs

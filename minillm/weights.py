@@ -105,20 +105,20 @@ def parameter_sources(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...
     for i in range(config.n_layers):
         hf, ours = f"model.layers.{i}.", f"layers.{i}."
         sources |= {
-            ours + "attn_norm.weight": {hf + "input_layernorm.weight": (C,)},
-            ours + "attn.qkv.weight": {hf + f"self_attn.{n}_proj.weight": (r, C) for n, r in (("q", q), ("k", kv), ("v", kv))},
-            ours + "attn.out.weight": {hf + "self_attn.o_proj.weight": (C, q)},
-            ours + "mlp_norm.weight": {hf + "post_attention_layernorm.weight": (C,)},
-            ours + "mlp.gate_up.weight": {hf + f"mlp.{n}_proj.weight": (F, C) for n in ("gate", "up")},
-            ours + "mlp.down.weight": {hf + "mlp.down_proj.weight": (C, F)},
+            ours + "attn_norm": {hf + "input_layernorm.weight": (C,)},
+            ours + "qkv.weight": {hf + f"self_attn.{n}_proj.weight": (r, C) for n, r in (("q", q), ("k", kv), ("v", kv))},
+            ours + "out.weight": {hf + "self_attn.o_proj.weight": (C, q)},
+            ours + "mlp_norm": {hf + "post_attention_layernorm.weight": (C,)},
+            ours + "gate_up.weight": {hf + f"mlp.{n}_proj.weight": (F, C) for n in ("gate", "up")},
+            ours + "down.weight": {hf + "mlp.down_proj.weight": (C, F)},
         }
         if config.qkv_bias:
-            sources[ours + "attn.qkv.bias"] = {hf + f"self_attn.{n}_proj.bias": (r,) for n, r in (("q", q), ("k", kv), ("v", kv))}
+            sources[ours + "qkv.bias"] = {hf + f"self_attn.{n}_proj.bias": (r,) for n, r in (("q", q), ("k", kv), ("v", kv))}
         if config.attn_out_bias:
-            sources[ours + "attn.out.bias"] = {hf + "self_attn.o_proj.bias": (C,)}
+            sources[ours + "out.bias"] = {hf + "self_attn.o_proj.bias": (C,)}
         if config.qk_norm:
-            sources |= {ours + f"attn.{n}_norm.weight": {hf + f"self_attn.{n}_norm.weight": (D,)} for n in "qk"}
-    sources["norm.weight"] = {"model.norm.weight": (C,)}
+            sources |= {ours + f"{n}_norm": {hf + f"self_attn.{n}_norm.weight": (D,)} for n in "qk"}
+    sources["norm"] = {"model.norm.weight": (C,)}
     if not config.tie_embeddings:
         sources["head.weight"] = {"lm_head.weight": (V, C)}
     return sources
