@@ -4,6 +4,8 @@ Names are imported on first use, so that `import minillm` itself costs nothing.
 """
 
 import importlib
+import sys
+from types import ModuleType
 from typing import Any
 
 _HOME = {  # public name -> the module that defines it
@@ -23,17 +25,26 @@ __version__ = "0.1.0"
 __all__ = [*_HOME, *_MODULES]
 
 
+class _Package(ModuleType):
+    """`attention` and `generate` are each a function in a module of the same name. Importing a module binds it to its
+    name in the package; here those names stay the functions'."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = getattr(importlib.import_module(f"minillm.{_HOME[name]}"), name)
-    elif name in _MODULES:
+        globals()[name] = value  # found at once the next time
+        return value
+    if name in _MODULES:
         return importlib.import_module(f"minillm.{name}")
-    else:
-        raise AttributeError(f"module 'minillm' has no attribute {name!r}")
-    # `attention` and `generate` are each a function in a module of the same name. Importing the module binds the
-    # module to this name; rebinding puts the function back.
-    globals()[name] = value
-    return value
+    raise AttributeError(f"module 'minillm' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

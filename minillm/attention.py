@@ -33,10 +33,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, backend:
     return _reference(q, k, v, causal, scale) if backend == "reference" else _sdpa(q, k, v, causal, scale)
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, backend: str) -> None:
-    """Raise one clear sentence for whatever attention could only compute wrongly."""
+def check_backend(backend: str) -> None:
+    """Raise ValueError for a name that is not in `BACKENDS`."""
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}.")
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, backend: str) -> None:
+    """Raise one clear sentence for whatever attention could only compute wrongly."""
+    check_backend(backend)
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
         raise ValueError(
             f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; expected (B, T, H, D), (B, S, K, D), (B, S, K, D)."

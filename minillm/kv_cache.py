@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from minillm.attention import BACKENDS, attend
+from minillm.attention import attend, check_backend
 
 if TYPE_CHECKING:
     from minillm.model import Decoder
@@ -35,6 +35,7 @@ class NoCache:
     """Causal attention among the tokens given: nothing is kept, everything is recomputed at the next step."""
 
     def __init__(self, backend: str = "auto"):
+        check_backend(backend)
         self.backend = backend
 
     def positions(self, n_new: int) -> tuple[int, int]:
@@ -59,8 +60,7 @@ class KVCache:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more.")
         if max_len > model.config.max_seq_len:
             raise ValueError(f"max_len is {max_len}; {model.config.name} was trained for at most {model.config.max_seq_len} positions.")
-        if backend not in BACKENDS:
-            raise ValueError(f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}.")
+        check_backend(backend)
         c = model.config
         shape = (c.n_layers, batch_size, max_len, c.n_kv_heads, c.d_head)
         self.k = torch.zeros(shape, dtype=model.dtype, device=model.device)

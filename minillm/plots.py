@@ -39,8 +39,8 @@ def figure(columns: int = 1, *, width: float | None = None, height: float = 4.0)
         "grid.linewidth": 0.6, "axes.axisbelow": True, "lines.linewidth": 1.8, "lines.markersize": 5, "figure.dpi": 100,
         "legend.frameon": False,
     }  # fmt: skip
-    with plt.rc_context(style):
-        fig, axes = plt.subplots(1, columns, figsize=(width or 7.5 if columns == 1 else width or 10.5, height), squeeze=False)
+    plt.rcParams.update(style)
+    fig, axes = plt.subplots(1, columns, figsize=(width or (7.5 if columns == 1 else 10.5), height), squeeze=False)
     return fig, list(axes[0])
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import regex  # of tiktoken's dependencies: the syntax of its patterns
 import tiktoken
 
 # How text is cut before merging: GPT-2's pattern (Radford et al. 2019), and two descendants.
@@ -65,17 +66,22 @@ class Tokenizer:
                 ranks[bytes(alphabet[c] for c in text)] = i
             except KeyError as error:
                 raise ValueError(f"Token {i} ({text!r}) is not in GPT-2's byte alphabet; only byte-level BPE can be read.") from error
+        ids = [*ranks.values(), *special.values()]
+        if len(set(ids)) != len(ids) or any(vocab.get(text, i) != i for text, i in special.items()):
+            raise ValueError("Two tokens of this vocabulary share an id, or one has two ids; each needs its own.")
         _check_merge_order(vocab, merges, ranks)
         self.n_vocab = 1 + max([*ranks.values(), *special.values()], default=-1)
-        # tiktoken needs every byte. A byte that the vocabulary lacks gets an id past its end, dropped after encoding:
-        # that is what Hugging Face's BPE does with a character it does not know.
-        for byte in range(256):
-            ranks.setdefault(bytes([byte]), self.n_vocab + byte)
+        # tiktoken needs every byte. A byte that the vocabulary lacks gets an id past its end, and is dropped from the
+        # text: that is what Hugging Face's BPE does with a character it does not know.
+        self._missing = {byte for byte in range(256) if bytes([byte]) not in ranks}
+        ranks |= {bytes([byte]): self.n_vocab + byte for byte in self._missing}
         self.special = dict(special)
         self.stop_ids = tuple(sorted(set(stop_ids)))
         for i in (*self.stop_ids, *prefix_ids):
             if not 0 <= i < self.n_vocab:
                 raise ValueError(f"The stop or prefix id {i} is outside the vocabulary of {self.n_vocab} tokens.")
+        if chat_template is not None and not isinstance(chat_template, str):
+            raise ValueError(f"The chat template is a {type(chat_template).__name__}; it must be a text.")
         self.chat_template = chat_template
         self._chat_tokens = chat_tokens or {}
         self._prefix = list(prefix_ids)
@@ -85,6 +91,7 @@ class Tokenizer:
         self._split = re.compile("(" + "|".join(map(re.escape, by_length)) + ")") if by_length else None
         try:
             self.encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special)
+            self._word = regex.compile(pattern) if self._missing else None
         except Exception as error:  # tiktoken raises several kinds for a bad pattern or clashing ids
             raise ValueError(f"tiktoken cannot use this vocabulary or pattern: {error}.") from error
 
@@ -101,8 +108,24 @@ class Tokenizer:
                 ids.append(self.special[part])
             elif part:
                 part = unicodedata.normalize("NFC", part) if self._nfc else part
-                ids += (i for i in self.encoding.encode_ordinary(part) if i < self.n_vocab)
+                ids += self._encode_ordinary(part)
         return ids
+
+    def _encode_ordinary(self, text: str) -> list[int]:
+        """Ids of text in which no control token is looked for."""
+        try:
+            utf8 = text.encode()
+        except UnicodeEncodeError:  # half a surrogate pair, which JSON and file names can smuggle in
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            utf8 = text.encode()
+        if self._missing and not self._missing.isdisjoint(utf8):
+            # Dropped inside each word and before merging: the neighbours of a dropped byte may merge.
+            words = (bytes(b for b in m[0].encode() if b not in self._missing) for m in self._word.finditer(text))
+            return [i for word in words if word for i in self.encoding._encode_single_piece(word)]
+        try:
+            return self.encoding.encode(text, disallowed_special=())  # encode_ordinary panics where this raises ValueError
+        except ValueError as error:  # about 10⁶ spaces in a row
+            raise ValueError(f"tiktoken cannot cut this text into words ({error}); give it in smaller parts.") from error
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, control tokens spelled out; bytes that are not UTF-8 become U+FFFD."""
@@ -142,34 +165,37 @@ class Tokenizer:
         def get(key: str, default: Any = None) -> Any:
             return fields.get(f"tokenizer.ggml.{key}", default)
 
-        if get("model") != "gpt2" or get("pre") not in _GGUF_PATTERNS:
-            raise ValueError(
-                f"The GGUF tokenizer {get('model')!r} with pre-tokenizer {get('pre')!r} is not implemented; "
-                f"supported is gpt2 with one of {', '.join(_GGUF_PATTERNS)}."
+        try:
+            if get("model") != "gpt2" or get("pre") not in _GGUF_PATTERNS:
+                raise ValueError(
+                    f"The GGUF tokenizer {get('model')!r} with pre-tokenizer {get('pre')!r} is not implemented; "
+                    f"supported is gpt2 with one of {', '.join(_GGUF_PATTERNS)}."
+                )
+            tokens, types = get("tokens"), get("token_type")
+            if not isinstance(tokens, list) or not isinstance(types, list) or len(tokens) != len(types):
+                raise ValueError("The GGUF file's tokenizer.ggml.tokens and token_type are missing or of different lengths.")
+            vocab = {t: i for i, t in enumerate(tokens)}
+            if len(vocab) != len(tokens):
+                raise ValueError("The GGUF file's vocabulary holds the same token twice.")
+            special = {t: i for i, t in enumerate(tokens) if types[i] in (3, 4)}  # CONTROL, USER_DEFINED
+            unused = {t for i, t in enumerate(tokens) if types[i] == 5}
+            stop = [get(f"{kind}_token_id") for kind in ("eos", "eot", "eom")]
+            bos = get("bos_token_id")
+            chat_tokens = {f"{kind}_token": tokens[i] for kind, i in (("bos", bos), ("eos", stop[0])) if i is not None and i < len(tokens)}
+            return Tokenizer(
+                {t: i for t, i in vocab.items() if t not in unused},
+                [_pair(m) for m in get("merges", [])],
+                special=special,
+                pattern=_GGUF_PATTERNS[get("pre")],
+                stop_ids=[i for i in stop if i is not None],
+                prefix_ids=[bos] if get("add_bos_token", get("pre") == "llama-bpe") and bos is not None else [],
+                chat_template=fields.get("tokenizer.chat_template"),
+                chat_tokens=chat_tokens,
+                nfc=get("pre") == "qwen2",
+                name=name,
             )
-        tokens, types = get("tokens"), get("token_type")
-        if not isinstance(tokens, list) or not isinstance(types, list) or len(tokens) != len(types):
-            raise ValueError("The GGUF file's tokenizer.ggml.tokens and token_type are missing or of different lengths.")
-        vocab = {t: i for i, t in enumerate(tokens)}
-        if len(vocab) != len(tokens):
-            raise ValueError("The GGUF file's vocabulary holds the same token twice.")
-        special = {t: i for i, t in enumerate(tokens) if types[i] in (3, 4)}  # CONTROL, USER_DEFINED
-        unused = {t for i, t in enumerate(tokens) if types[i] == 5}
-        stop = [get(f"{kind}_token_id") for kind in ("eos", "eot", "eom")]
-        bos = get("bos_token_id")
-        chat_tokens = {f"{kind}_token": tokens[i] for kind, i in (("bos", bos), ("eos", stop[0])) if i is not None and i < len(tokens)}
-        return Tokenizer(
-            {t: i for t, i in vocab.items() if t not in unused},
-            [_pair(m) for m in get("merges", [])],
-            special=special,
-            pattern=_GGUF_PATTERNS[get("pre")],
-            stop_ids=[i for i in stop if i is not None],
-            prefix_ids=[bos] if get("add_bos_token", get("pre") == "llama-bpe") and bos is not None else [],
-            chat_template=fields.get("tokenizer.chat_template"),
-            chat_tokens=chat_tokens,
-            nfc=get("pre") == "qwen2",
-            name=name,
-        )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"The GGUF file's tokenizer metadata has a value of the wrong kind ({error!r}).") from error
 
     @staticmethod
     def from_hf(folder: str | Path) -> "Tokenizer | None":
@@ -186,6 +212,13 @@ class Tokenizer:
                 raise ValueError(f"The tokenizer model {model.get('type')!r} is not implemented; only byte-level BPE can be read.")
             if normalizer not in (None, {"type": "NFC"}):
                 raise ValueError(f"The normalizer {normalizer!r} is not implemented; supported are none and NFC.")
+            for option in ("continuing_subword_prefix", "end_of_word_suffix"):
+                if model.get(option):
+                    raise ValueError(f"The tokenizer model's {option} {model[option]!r} is not implemented.")
+            for token in raw.get("added_tokens", []):
+                for option in ("lstrip", "rstrip", "single_word"):
+                    if token.get(option):
+                        raise ValueError(f"The option {option} of the added token {token['content']!r} is not implemented.")
             special = {t["content"]: t["id"] for t in raw.get("added_tokens", [])}
             if not all(isinstance(t, str) and type(i) is int for t, i in (*model["vocab"].items(), *special.items())):
                 raise ValueError("tokenizer.json maps something else than strings to whole numbers.")
@@ -252,8 +285,10 @@ def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
 
 def _pair(merge: str | list[str]) -> tuple[str, str]:
     """A merge as two strings, from "a b" or ["a", "b"]."""
-    left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
-    return left, right
+    parts = merge.split(" ") if isinstance(merge, str) else merge
+    if len(parts) != 2:
+        raise ValueError(f"The merge {merge!r} is not a pair of tokens.")
+    return parts[0], parts[1]
 
 
 def _check_merge_order(vocab: dict[str, int], merges: Sequence[tuple[str, str]], ranks: dict[bytes, int]) -> None:
@@ -317,7 +352,6 @@ def _hf_stop_ids(folder: Path) -> list[int]:
 
 def _render(template: str, messages: Sequence[dict[str, str]], tokens: dict[str, str]) -> str:
     """Run a chat template (a Jinja program from somebody else's file) in Jinja's sandbox."""
-    from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def raise_exception(message: str) -> None:
@@ -327,6 +361,11 @@ def _render(template: str, messages: Sequence[dict[str, str]], tokens: dict[str,
     environment.globals["raise_exception"] = raise_exception
     environment.filters["tojson"] = lambda value, **kwargs: json.dumps(value, ensure_ascii=False, **kwargs)
     try:
-        return environment.from_string(template).render(messages=list(messages), add_generation_prompt=True, **tokens)
-    except TemplateError as error:
+        # tools and documents as in transformers: templates ask whether they are none.
+        return environment.from_string(template).render(
+            messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **tokens
+        )
+    except ValueError:
+        raise
+    except Exception as error:  # Jinja's own kinds, and whatever an expression raises: TypeError, ZeroDivisionError, …
         raise ValueError(f"The checkpoint's chat template failed: {error}.") from error

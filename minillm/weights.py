@@ -51,14 +51,15 @@ def load(
     A folder without tokenizer files gives (model, None). Raises FileNotFoundError or ValueError in one sentence.
     """
     device, dtype = _device_and_dtype(device, dtype)
-    path = fetch_default() if source is None else Path(source).expanduser()
-    if path.is_dir():
+    # os.path answers False where a Path's methods raise: for a user or a name that cannot exist.
+    path = fetch_default() if source is None else Path(os.path.expanduser(source))
+    if os.path.isdir(path):
         return _from_folder(path, device, dtype)
-    if path.is_file():
+    if os.path.isfile(path):
         if path.suffix != ".gguf":
             raise ValueError(f"{path} is a file but not a .gguf one; give a folder in Hugging Face format, a .gguf file or a hub id.")
         checkpoint = _GGUFFile(path)
-        return _build(checkpoint, device, dtype), checkpoint.tokenizer()
+        return _with_tokenizer(checkpoint, checkpoint.tokenizer(), device, dtype)
     if _HUB_ID.fullmatch(str(source)):
         return _from_folder(_download(str(source)), device, dtype)
     raise FileNotFoundError(f"{source} does not exist; give a folder in Hugging Face format, a .gguf file or a hub id like org/name.")
@@ -69,8 +70,10 @@ def _device_and_dtype(device: str | torch.device, dtype: str | torch.dtype) -> t
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device {device!r} is not known; give auto, cpu, cuda or cuda:N.") from error
+        if device.type != "cuda":
+            torch.empty(0, device=device)
+    except Exception as error:  # torch raises many kinds for a device that it does not know or was not built for
+        raise ValueError(f"device {str(device)!r} is not known or not usable here; give auto, cpu, cuda or cuda:N.") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device {device} is asked for, but this machine has {torch.cuda.device_count()} CUDA devices; use device='cpu'.")
     if dtype == "auto":
@@ -154,6 +157,15 @@ def _build(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> 
     return model.eval().requires_grad_(False)
 
 
+def _with_tokenizer(
+    checkpoint: Checkpoint, tokenizer: Tokenizer | None, device: torch.device, dtype: torch.dtype
+) -> tuple[Decoder, Tokenizer | None]:
+    """Both, if every token id has a row in the embedding."""
+    if tokenizer is not None and tokenizer.n_vocab > checkpoint.config.vocab_size:
+        raise ValueError(f"{checkpoint.label}: the tokenizer has {tokenizer.n_vocab} ids, the model only {checkpoint.config.vocab_size}.")
+    return _build(checkpoint, device, dtype), tokenizer
+
+
 # Hugging Face folders
 
 
@@ -211,10 +223,7 @@ class _Safetensors:
 
 
 def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple[Decoder, Tokenizer | None]:
-    checkpoint, tokenizer = _Safetensors(folder), Tokenizer.from_hf(folder)
-    if tokenizer is not None and tokenizer.n_vocab > checkpoint.config.vocab_size:
-        raise ValueError(f"{folder}: the tokenizer has {tokenizer.n_vocab} ids, the model only {checkpoint.config.vocab_size}.")
-    return _build(checkpoint, device, dtype), tokenizer
+    return _with_tokenizer(_Safetensors(folder), Tokenizer.from_hf(folder), device, dtype)
 
 
 def _download(hub_id: str) -> Path:
@@ -266,6 +275,7 @@ class _GGUFFile:
         for key in ("expert_count", "attention.sliding_window"):
             if get(key):
                 raise ValueError(f"{self.path} sets {arch}.{key} = {get(key)!r}, which is not implemented.")
+        tokens = self.fields.get("tokenizer.ggml.tokens")
         raw = {
             "model_type": arch,
             "num_hidden_layers": get("block_count"),
@@ -274,7 +284,7 @@ class _GGUFFile:
             "num_key_value_heads": get("attention.head_count_kv"),
             "head_dim": get("attention.key_length"),
             "intermediate_size": get("feed_forward_length"),
-            "vocab_size": get("vocab_size", len(self.fields.get("tokenizer.ggml.tokens", []))),
+            "vocab_size": get("vocab_size", len(tokens) if isinstance(tokens, list) else None),
             "max_position_embeddings": get("context_length"),
             "rms_norm_eps": get("attention.layer_norm_rms_epsilon", 1e-5),
             "rope_theta": get("rope.freq_base", 10000.0),
@@ -302,20 +312,20 @@ class _GGUFFile:
 
     def slices(self, name: str) -> Iterator[tuple[int, Tensor]]:
         shape, gguf_name = self.shapes[name], self._names[name]
-        if len(shape) == 1:
-            yield 0, self._read(gguf_name, 0, 1)[0]
-            return
+        n_rows, width = shape if len(shape) > 1 else (1, shape[0])
         permuted = self.fields["general.architecture"] == "llama" and re.search(r"self_attn\.[qk]_proj", name)
         D = self.config.d_head
         # Dequantizing needs several temporaries of the slice's size.
-        n_rows = max(1, _SLICE_BYTES // (16 * shape[1]))
+        step = max(1, _SLICE_BYTES // (16 * width))
         if permuted:
-            n_rows = max(1, n_rows // D) * D  # whole heads
-        for first in range(0, shape[0], n_rows):
-            rows = self._read(gguf_name, first, min(n_rows, shape[0] - first))
+            step = max(1, step // D) * D  # whole heads
+        for first in range(0, n_rows, step):
+            rows = self._read(gguf_name, first, min(step, n_rows - first))
+            if len(shape) == 1:
+                rows = rows[0]
             if permuted:
                 # llama.cpp turns neighbours (0, 1), (2, 3), …; here pairs are (i, i + D/2), as in Hugging Face.
-                rows = rows.view(-1, D // 2, 2, shape[1]).transpose(1, 2).reshape(rows.shape)
+                rows = rows.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).reshape(rows.shape)
             yield first, rows
 
 
