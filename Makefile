@@ -46,6 +46,6 @@ student: setup
 	rm -rf build/nbgrader build/student
 	mkdir -p build/nbgrader/source/minillm
 	cp $(LESSONS) build/nbgrader/source/minillm/
-	cd build/nbgrader && ../../$(BIN)/python -m nbgrader generate_assignment minillm --create --force --course-dir=.
+	cd build/nbgrader && PATH="$(CURDIR)/$(BIN):$$PATH" python -m nbgrader generate_assignment minillm --create --force --course-dir=.
 	cp -r build/nbgrader/release/minillm build/student
 	@echo "The learners' lessons are in build/student/."
