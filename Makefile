@@ -25,9 +25,11 @@ setup: .venv/ready
 lessons: setup
 	@for lesson in $(LESSONS); do \
 	  echo "$$lesson"; \
-	  $(BIN)/python -m nbconvert --log-level WARN --to notebook --execute --inplace \
-	    --ExecutePreprocessor.record_timing=False $$lesson || exit 1; \
+	  $(BIN)/python -m nbconvert --log-level ERROR --to notebook --execute --inplace \
+	    --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.extra_arguments=--log-level=ERROR $$lesson || exit 1; \
 	done
+	@# Text that was printed piece by piece becomes one output.
+	@$(BIN)/python -m nbconvert --log-level ERROR --to notebook --inplace --CoalesceStreamsPreprocessor.enabled=True $(LESSONS)
 
 test: setup
 	$(BIN)/python -m ruff check

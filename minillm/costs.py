@@ -9,7 +9,7 @@ V vocabulary, n tokens):
 
 Sources: Kaplan et al. 2020, section 2.1 (2 FLOPs per parameter and token); Pope et al. 2022, section 2 (memory and compute of
 inference). A multiply-add counts as 2 FLOPs. Counted: every matrix product, attention scores and the head.
-Not counted: norms, softmax, rotary positions, activations, sampling (below 1% for all presets), and the scales
+Not counted: norms, softmax, rotary positions, activations, sampling (together about 1% or less), and the scales
 that real quantized formats store beside their integers (lesson 09).
 Everything is exact integer arithmetic on a `ModelConfig`; no tensors.
 """

@@ -92,8 +92,13 @@ PRESETS: dict[str, Hardware] = {
 }  # fmt: skip
 
 
-def seconds_per_call(fn: Callable[[], Any], device: torch.device, repeats: int = 7) -> float:
-    """Median wall time of `fn()` after two warm-up calls, waiting for the GPU where there is one."""
+def seconds_per_call(
+    fn: Callable[[], Any], device: torch.device, repeats: int = 7, statistic: Callable[[list[float]], float] = median
+) -> float:
+    """Wall time of `fn()` after two warm-up calls, waiting for the GPU where there is one: the median of `repeats`.
+
+    A peak takes the best instead (statistic=min): whatever is slower was disturbed.
+    """
 
     def synchronize() -> None:
         if device.type == "cuda":
@@ -107,7 +112,7 @@ def seconds_per_call(fn: Callable[[], Any], device: torch.device, repeats: int =
         synchronize()
         if i >= 2:
             times.append(time.perf_counter() - start)
-    return median(times)
+    return statistic(times)
 
 
 def _large_matrix(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -121,7 +126,7 @@ def read_bandwidth(device: torch.device, dtype: torch.dtype, matrix: torch.Tenso
     """Bytes per second that a matrix-vector product reads its matrix with, about half a second's measurement."""
     matrix = _large_matrix(device, dtype) if matrix is None else matrix
     vector = torch.ones(matrix.shape[1], device=device, dtype=dtype)
-    return matrix.nbytes / seconds_per_call(partial(torch.mv, matrix, vector), device)
+    return matrix.nbytes / seconds_per_call(partial(torch.mv, matrix, vector), device, 15, min)
 
 
 @torch.inference_mode()
@@ -135,13 +140,13 @@ def _measure(device: torch.device) -> Hardware:
     dtype = dtypes[0]
     matrix = _large_matrix(device, dtype)
     source, target = matrix.chunk(2)
-    copy_bandwidth = 2 * source.nbytes / seconds_per_call(lambda: target.copy_(source), device)
+    copy_bandwidth = 2 * source.nbytes / seconds_per_call(lambda: target.copy_(source), device, 7, min)
     bandwidth = read_bandwidth(device, dtype, matrix)
     peaks = {}
     for dtype in dtypes:
         n = 8192 if on_gpu else 2048
         square = torch.randn(n, n, device=device).to(dtype)  # random: a product of zeros draws less power and runs faster
-        peaks[str(dtype).removeprefix("torch.")] = 2 * n**3 / seconds_per_call(partial(torch.mm, square, square), device)
+        peaks[str(dtype).removeprefix("torch.")] = 2 * n**3 / seconds_per_call(partial(torch.mm, square, square), device, 15, min)
     return Hardware(name, memory, bandwidth, peaks, "measured on this machine", copy_bandwidth)
 
 

@@ -1,0 +1,85 @@
+"""The command line as a user types it: results on standard output, bad input as one sentence and exit code 2."""
+
+import pytest
+
+from minillm.__main__ import main
+
+
+def test_count_prints_the_card(capsys):
+    assert main(["count", "llama-2-7b", "--batch", "16", "--gpu", "a100-80gb"]) == 0
+    out = capsys.readouterr().out
+    assert "6,738,415,616" in out
+    assert "13.48 GB" in out
+    assert "524,288 bytes a token" in out
+    # (13.21 GB of weights that are read + 16 * 2048 * 524288 bytes of cache) / 2039 GB/s
+    assert "14.91 ms" in out
+    assert "                61  sequences" in out
+
+
+def test_count_says_how_many_chips_a_large_model_needs(capsys):
+    assert main(["count", "llama-2-70b"]) == 0
+    assert "need 2 × h100" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("preset", ["gpt3-175b", "opt-13b", "mistral-7b", "llama-3-8b", "smollm2-135m", "qwen3-0.6b"])
+@pytest.mark.parametrize("gpu", ["h200", "v100", "t4", "m1-max", "epyc-9654"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int4"])
+def test_count_knows_every_pair(preset, gpu, dtype, capsys):
+    assert main(["count", preset, "--gpu", gpu, "--dtype", dtype, "--seq", "512"]) == 0
+    assert preset in capsys.readouterr().out
+
+
+def test_generate_streams_and_reports(default, capsys):
+    assert main(["generate", "The capital of France is", "--max-new-tokens", "4", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(" Paris.")
+    assert "time to first token" in out
+    assert "GB/s" in out
+
+
+def test_chat_keeps_the_conversation(default, capsys, monkeypatch):
+    lines = iter(["What is the capital of France?", "And of Italy?", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    assert main(["chat", "--device", "cpu", "--max-new-tokens", "12"]) == 0
+    out = capsys.readouterr().out
+    assert "Paris" in out
+    assert "Rome" in out  # only with the first question in view is this "the capital of Italy"
+
+
+def test_fetch_prints_the_path(default, capsys):
+    assert main(["fetch"]) == 0
+    assert capsys.readouterr().out.strip().endswith("SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["count", "llama-9"], "llama-9"),
+        (["count", "llama-2-7b", "--gpu", "abacus"], "abacus"),
+        (["count", "llama-2-7b", "--batch", "0"], "--batch"),
+        (["count", "llama-2-7b", "--seq", "999999"], "4096"),
+        (["count", "llama-2-7b", "--dtype", "int3"], "int3"),
+        (["generate", "x", "--model", "/nowhere"], "/nowhere"),
+        (["generate", "x", "--dtype", "int3"], "int3"),
+        (["generate", "x", "--device", "tpu9"], "tpu9"),
+        (["generate", "x", "--temperature", "-1"], "temperature"),
+        (["generate", "x", "--top-p", "2"], "top_p"),
+        (["generate", "x", "--max-new-tokens", "99999"], "8192"),
+        (["generate", ""], "empty"),
+        (["bench", "nothing"], "nothing"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, words, capsys):
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.startswith("minillm: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["gnerate"], ["count"], ["generate", "x", "--seed", "one"]])
+def test_bad_usage_is_one_sentence(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1

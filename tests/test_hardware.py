@@ -1,0 +1,84 @@
+"""The roofline's arithmetic, the presets, and one measurement of this machine."""
+
+import math
+
+import pytest
+import torch
+
+from minillm import Hardware
+from minillm.hardware import PRESETS, cpu_name, roofline_seconds
+
+CHIP = Hardware("chip", 10**9, bandwidth=100.0, peak_flops={"float32": 1000.0, "float16": 4000.0}, source="the test")
+
+
+@pytest.fixture(scope="module")
+def measured() -> Hardware:
+    return Hardware.measure("cpu")
+
+
+def test_roofline_takes_the_longer_of_arithmetic_and_memory():
+    assert roofline_seconds(CHIP, 5000, 100, "float32") == 5.0
+    assert roofline_seconds(CHIP, 5000, 700, "float32") == 7.0
+    assert roofline_seconds(CHIP, 5000, 100, torch.float16) == 1.25
+    assert roofline_seconds(CHIP, 0, 0, "float32") == 0
+
+
+@pytest.mark.parametrize(("chip", "dtype"), [(chip, dtype) for chip in PRESETS.values() for dtype in chip.peak_flops])
+def test_ridge_point_is_where_the_two_cross(chip, dtype):
+    ridge, n_bytes = chip.ridge_point(dtype), 1e9
+    memory = n_bytes / chip.bandwidth
+    assert roofline_seconds(chip, ridge * n_bytes, n_bytes, dtype) == pytest.approx(memory)
+    assert roofline_seconds(chip, 0.5 * ridge * n_bytes, n_bytes, dtype) == memory
+    assert roofline_seconds(chip, 2 * ridge * n_bytes, n_bytes, dtype) == pytest.approx(2 * memory)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "ridge"),
+    [
+        ("v100", "float16", 138.9),
+        ("a100-40gb", "bfloat16", 200.6),
+        ("a100-80gb", "bfloat16", 153.0),
+        ("h100", "bfloat16", 295.4),
+        ("h200", "float8", 412.3),
+        ("l4", "float16", 403.3),
+        ("t4", "int8", 406.2),
+        ("rtx-4090", "bfloat16", 163.9),
+        ("m1-ultra", "float32", 26.2),
+        ("epyc-9654", "float32", 16.0),
+    ],
+)
+def test_ridge_points_of_presets(name, dtype, ridge):
+    assert Hardware.preset(name).ridge_point(dtype) == pytest.approx(ridge, abs=0.06)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_complete(name):
+    chip = Hardware.preset(name)
+    assert chip.name == name and len(chip.source) > 10 and chip.copy_bandwidth is None
+    assert type(chip.memory_bytes) is int and 16e9 <= chip.memory_bytes <= 1e12
+    assert 100e9 < chip.bandwidth < 10e12
+    assert all(1e12 < peak < 1e16 for peak in chip.peak_flops.values())
+    assert chip.peak_flops["float32"] == min(chip.peak_flops.values())  # fewer bits are never slower
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match=r"no hardware preset 'h1000'; choose one of v100, .*h100"):
+        Hardware.preset("h1000")
+    with pytest.raises(ValueError, match=r"v100 has no bfloat16 peak; known are float32, float16\."):
+        Hardware.preset("v100").ridge_point(torch.bfloat16)
+    with pytest.raises(ValueError, match="chip has no int8 peak"):
+        roofline_seconds(CHIP, 1, 1, "int8")
+
+
+def test_measuring_this_machine(measured):
+    values = [measured.bandwidth, measured.copy_bandwidth, *measured.peak_flops.values()]
+    assert all(type(value) is float and math.isfinite(value) and 1e8 < value < 1e16 for value in values)
+    assert 2**28 < measured.memory_bytes < 2**50
+    assert set(measured.peak_flops) == {"float32"}
+    assert measured.name.startswith(cpu_name()) and measured.source == "measured on this machine"
+
+
+def test_a_measured_machine_has_a_roofline(measured):
+    # A product of large matrices does more arithmetic per byte than any CPU needs, a matrix-vector product less.
+    assert roofline_seconds(measured, 1e12, 1e6, "float32") == 1e12 / measured.peak("float32")
+    assert roofline_seconds(measured, 1e6, 1e12, torch.float32) == 1e12 / measured.bandwidth

@@ -1,0 +1,131 @@
+"""What surrounds the code: set-up files that agree, a README whose commands and tables are true, well-formed lessons."""
+
+import json
+import re
+import struct
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from minillm import bench
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+EXTRAS = {"lessons", "tests", "peers"}
+
+
+def normalized(requirement: str) -> str:
+    return re.split(r"[<>=!;\[ ]", requirement)[0].lower().replace("_", "-")
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().split("\n")
+    return {normalized(line): line for line in lines if line and not line.startswith("#")}
+
+
+def test_every_requirement_is_pinned():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(project["optional-dependencies"]) == EXTRAS
+    wanted = project["dependencies"] + [r for extra in project["optional-dependencies"].values() for r in extra]
+    assert {normalized(r) for r in wanted} <= pins().keys()
+    assert all("==" in line for line in pins().values())
+    assert pins()["torch"] == "torch==2.13.0"
+    assert pins()["triton"].startswith("triton==3.7.1;")
+
+
+def test_conda_goes_through_the_same_files():
+    """conda brings Python and pip; everything else comes through pyproject.toml and constraints.txt."""
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    conda = [d for d in environment["dependencies"] if isinstance(d, str)]
+    (through_pip,) = (d["pip"] for d in environment["dependencies"] if isinstance(d, dict))
+    assert [re.split("[=<>]", d)[0] for d in conda] == ["python", "pip"]
+    assert through_pip[0] == "-c constraints.txt"
+    extras = re.fullmatch(r"-e \.\[([\w,]+)\]", through_pip[1]).group(1)
+    assert len(through_pip) == 2
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"-c constraints.txt -e '.[{extras}]'" in makefile
+    assert set(extras.split(",")) == EXTRAS
+
+
+def test_readme_names_every_module_and_lesson():
+    tree = README.split("## The tree")[1].split("```")[1]
+    modules = {p.name for p in (ROOT / "minillm").glob("*.py")} - {"__init__.py"}
+    assert set(re.findall(r"^  (\w+\.py)", tree, re.M)) == modules
+    assert re.findall(r"\(notebooks/(\w+)\.ipynb\)", README) == [p.stem for p in LESSONS]
+    for name in re.findall(r"`(test_\w+\.py)`", README):
+        assert (ROOT / "tests" / name).exists()
+    for name in re.findall(r"\]\((figures/[\w./]+)\)", README):
+        assert (ROOT / name).exists()
+
+
+def test_readme_make_targets_exist():
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
+    assert targets == {"setup", "lessons", "test", "lab", "bench", "student"}
+    assert set(re.findall(r"make (\w+)", README)) <= targets
+
+
+def test_readme_commands_run(default, capsys):
+    """Each `python -m minillm …` line of the README, but for the conversation, which needs somebody to talk."""
+    from minillm.__main__ import main
+
+    lines = re.findall(r"^python -m minillm (\w+)(.*?)\s*(?:#.*)?$", README, re.M)
+    assert {command for command, _ in lines} >= {"generate", "count", "chat"}
+    for command, rest in lines:
+        if command != "chat":
+            arguments = [a or b for a, b in re.findall(r'"([^"]*)"|(\S+)', rest)]
+            limit = ["--max-new-tokens", "3", "--device", "cpu"] if command == "generate" else []
+            assert main([command, *arguments, *limit]) == 0
+
+
+def test_readme_results_are_the_recorded_ones():
+    table = README.split(bench._MARKERS[0])[1].split(bench._MARKERS[1])[0].strip()
+    assert table == bench.results_table(ROOT / "figures" / "data")
+    for path in (ROOT / "figures" / "data").glob("*.json"):
+        document = json.loads(path.read_text())
+        assert path.name == f"{document['name']}.{document['hardware']['label']}.json"
+        assert {"torch", "python", "transformers"} <= document["versions"].keys()
+        assert all(len(values) >= 5 for values in document["repeats"].values())
+
+
+def test_results_table_says_what_was_not_measured(tmp_path):
+    assert bench.results_table(tmp_path).count("not measured yet") == len(bench.BENCHMARKS)
+
+
+def test_figures_are_small_and_used():
+    text = "".join(p.read_text(encoding="utf-8") for p in LESSONS)
+    for path in (ROOT / "figures").glob("*.png"):
+        assert path.stat().st_size <= 100_000
+        assert f'\\"{path.stem}\\"' in text  # a lesson saves it
+        width, height = struct.unpack(">II", path.read_bytes()[16:24])
+        assert 300 < width < 2000 and 150 < height < 2000
+
+
+def test_ci_calls_make_test_and_nothing_else():
+    commands = [line for line in (ROOT / ".ci" / "run").read_text().split("\n") if line and not line.startswith("#")]
+    assert commands == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "exec make test"]
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill", "load"])
+def test_every_benchmark_is_recorded_for_this_kind_of_machine(name):
+    assert list((ROOT / "figures" / "data").glob(f"{name}.cpu-*.json"))
+
+
+def test_bench_peer_has_the_same_weights(default):
+    """The peer of the benchmarks computes the same logits, so that the comparison is a fair one."""
+    import torch
+
+    model, tokenizer = default
+    ids = torch.tensor([tokenizer.encode("The capital of France is")])
+    with torch.inference_mode():
+        ours, theirs = model(ids), bench.transformers_twin(model)(ids).logits
+    assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
+
+
+def test_import_is_light():
+    code = "import sys, minillm; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False False\n"
