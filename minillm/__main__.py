@@ -57,14 +57,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         {"generate": _generate, "chat": _chat, "count": _count, "fetch": _fetch, "bench": _bench}[options.command](options)
-    except (ValueError, TypeError, FileNotFoundError) as error:
+    except BrokenPipeError:  # the reader of our output went away, as with `| head`
+        sys.stderr.close()
+        return 141
+    except (ValueError, TypeError, OSError) as error:
         print(f"minillm: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output went away, as with `| head`
-        sys.stderr.close()
-        return 141
     return 0
 
 

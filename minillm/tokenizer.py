@@ -319,8 +319,21 @@ def _hf_pattern(pre: dict[str, Any] | None) -> str:
         if kinds == ["Digits", "ByteLevel"] and cuts and steps[0].get("individual_digits"):
             return _SMOLLM
         if kinds == ["Split", "ByteLevel"] and not cuts and steps[0]["behavior"] == "Isolated" and not steps[0].get("invert"):
-            return steps[0]["pattern"]["Regex"]
+            pattern = steps[0]["pattern"]["Regex"]
+            if left := _left_out(pattern):
+                raise ValueError(
+                    f"The pre-tokenizer's pattern {pattern!r} leaves out {left!r}; only patterns that cut all text can be used."
+                )
+            return pattern
     raise ValueError(f"The pre-tokenizer {pre!r} is not implemented; supported are those of GPT-2, SmolLM2, Llama 3 and Qwen.")
+
+
+def _left_out(pattern: str) -> str:
+    """What a cutting pattern matches nowhere in a text of every kind of character; tiktoken would drop it silently."""
+    try:
+        return regex.sub(pattern, "", "Words don't 12 ½ _x+y?! \t \n\r\n  é e\u0301 ж 漢字 🦜\u200d🦜 \u00a0\x00\ue000 ")
+    except regex.error as error:
+        raise ValueError(f"The pre-tokenizer's pattern {pattern!r} is not a regular expression ({error}).") from error
 
 
 def _hf_prefix(post: dict[str, Any] | None, special: dict[str, int]) -> list[int]:
