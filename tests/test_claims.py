@@ -1,4 +1,4 @@
-"""The arithmetic claims of the source articles, each with its verdict; the numbers are those of CLAIMS.md."""
+"""The arithmetic claims of the source articles that the lessons examine, by number, each with its verdict."""
 
 from dataclasses import replace
 
