@@ -206,11 +206,11 @@ def test_up_to_the_last_position():
     "options", [{}, {"temperature": 0.7}, {"top_k": 10}, {"top_p": 0.9}, {"temperature": 2.0, "top_k": 40, "top_p": 0.95}], ids=str
 )
 def test_the_seed_decides_not_the_cache(model, options):
-    answers = {seed: generate(model, [5, 90, 3], 30, sampling=Sampling(**options, seed=seed)) for seed in range(4)}
-    assert len({tuple(answer) for answer in answers.values()}) == 4
+    answers = {seed: generate(model, [5, 90, 3], 20, sampling=Sampling(**options, seed=seed)) for seed in range(2)}
+    assert len({tuple(answer) for answer in answers.values()}) == 2
     for seed, answer in answers.items():
         for technique in TECHNIQUES.values():
-            assert technique(model, [5, 90, 3], 30, sampling=Sampling(**options, seed=seed)) == answer
+            assert technique(model, [5, 90, 3], 20, sampling=Sampling(**options, seed=seed)) == answer
 
 
 def test_without_a_seed_answers_differ(model):
