@@ -88,6 +88,10 @@ class KVCache:
         start, end = self.length, self.length + q.shape[1]
         if q.shape[0] != self.k.shape[1]:
             raise ValueError(f"The tokens are a batch of {q.shape[0]}; this cache was made for a batch of {self.k.shape[1]}.")
+        if k.shape[2:] != self.k.shape[3:]:
+            raise ValueError(
+                f"k has heads of shape {tuple(k.shape[2:])}, the cache {tuple(self.k.shape[3:])}: it was made for another model."
+            )
         keys, values = self._layers[layer]
         keys[:, start:end] = k
         values[:, start:end] = v

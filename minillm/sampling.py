@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How to draw a token. temperature 0 is greedy; top_k keeps the k likeliest tokens; top_p keeps the smallest
@@ -24,14 +28,16 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.temperature, (int, float)) or not math.isfinite(self.temperature) or self.temperature < 0:
+        if not _is_number(self.temperature) or not math.isfinite(self.temperature) or self.temperature < 0:
             raise ValueError(f"temperature is {self.temperature!r}; it must be 0 (greedy) or a positive number.")
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
             raise ValueError(f"top_k is {self.top_k!r}; it must be a whole number, 1 or more, or None.")
-        if self.top_p is not None and not (isinstance(self.top_p, (int, float)) and 0 < self.top_p <= 1):
+        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ValueError(f"top_p is {self.top_p!r}; it must be above 0 and at most 1, or None.")
-        if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**63):
-            raise ValueError(f"seed is {self.seed!r}; it must be a whole number from 0 to 2**63 - 1, or None.")
+        if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**32):
+            raise ValueError(
+                f"seed is {self.seed!r}; it must be a whole number from 0 to 2**32 - 1 (all that PyTorch's CPU generator uses), or None."
+            )
 
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
         """A random generator of its own for one request: seeded with `seed`, or differently every time."""

@@ -247,3 +247,9 @@ def test_unknown_backends_are_refused():
         KVCache(MODEL, 1, 8, backend="fast")
     with pytest.raises(ValueError, match="backend is 'fast'"):
         NoCache("fast")
+
+
+def test_a_cache_of_another_model_is_refused(tiny):
+    other = Decoder(tiny_config(n_kv_heads=1))
+    with pytest.raises(ValueError, match="made for another model"):
+        tiny(torch.tensor([[1, 2]]), KVCache(other, 1, 8))
