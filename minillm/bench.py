@@ -13,7 +13,6 @@ import platform
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -25,11 +24,11 @@ import torch
 from minillm import costs
 from minillm.config import ModelConfig
 from minillm.generate import generate
-from minillm.hardware import Hardware, cpu_name, read_bandwidth
+from minillm.hardware import cpu_name, matmul_peak, read_bandwidth, seconds
 from minillm.kv_cache import KVCache
 from minillm.model import Decoder
 from minillm.plots import data_folder, project_folder
-from minillm.weights import fetch_default, load, parameter_sources
+from minillm.weights import device_and_dtype, fetch_default, load, parameter_sources
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -69,15 +68,6 @@ def alternate(fns: dict[str, Callable[[], float]], repeats: int) -> dict[str, li
         for name in list(fns) if i % 2 else reversed(fns):
             results[name].append(fns[name]())
     return {name: values[2:] for name, values in results.items()}
-
-
-def seconds(fn: Callable[[], Any], device: torch.device) -> float:
-    """Wall time of one call, the GPU's work included."""
-    start = time.perf_counter()
-    fn()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
 def transformers_twin(model: Decoder) -> "LlamaForCausalLM":
@@ -184,7 +174,7 @@ def bench_prefill(device: torch.device) -> list[Path]:
     def theirs() -> None:
         twin(tokens, use_cache=True, logits_to_keep=1)
 
-    peaks = [Hardware.measure(device).peak(dtype) for _ in range(7)]
+    peaks = [matmul_peak(device, model.dtype) for _ in range(7)]
     fns = {"minillm": lambda: seconds(ours, device), "transformers": lambda: seconds(theirs, device)}
     repeats = {"peak": peaks} | alternate(fns, 15)
     mine, peer = median(repeats["minillm"]), median(repeats["transformers"])
@@ -227,7 +217,7 @@ print(elapsed, peak_bytes() - before, sum(p.nbytes for p in model.parameters()))
 
 def bench_load(device: torch.device) -> list[Path]:
     """Loading the default checkpoint in a fresh process: seconds, and peak memory over the model's own bytes."""
-    fetch_default()
+    default = fetch_default()
     repeats: dict[str, list[float]] = {"seconds": [], "peak_bytes": [], "model_bytes": []}
     for _ in range(5):
         out = subprocess.run([sys.executable, "-c", _LOAD_PROBE, str(device)], capture_output=True, text=True, check=True).stdout
@@ -240,7 +230,7 @@ def bench_load(device: torch.device) -> list[Path]:
         peak, model_bytes = median(repeats["peak_bytes"]), median(repeats["model_bytes"])
         rows.append({"what": "peak memory while loading, over the model's bytes", "value": peak / model_bytes, "unit": "×"})
         print(f"  peak memory {peak / 1e6:.0f} MB for a model of {model_bytes / 1e6:.0f} MB: {peak / model_bytes:.2f} times")
-    return [record("load", device, {"model": fetch_default().stem}, rows, repeats)]
+    return [record("load", device, {"model": default.stem}, rows, repeats)]
 
 
 BENCHMARKS: dict[str, Callable[[torch.device], list[Path]]] = {
@@ -286,7 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the benchmarks named on the command line, or all of them."""
     parser = argparse.ArgumentParser(prog="python -m minillm.bench", description=__doc__.split("\n\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(BENCHMARKS)}; all if none is named")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--readme", action="store_true", help="measure nothing, only rewrite the README's results table")
     options = parser.parse_args(arguments)
     for name in options.names:
@@ -295,8 +285,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.readme:
         update_readme(project_folder() / "README.md")
         return 0
+    device, _ = device_and_dtype(options.device, "auto")
     for name in options.names or BENCHMARKS:
-        for path in BENCHMARKS[name](torch.device(options.device)):
+        for path in BENCHMARKS[name](device):
             print(f"  written to {path}")
     return 0
 

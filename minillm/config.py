@@ -24,6 +24,11 @@ _LIMITS = {
 }  # fmt: skip
 
 
+def _check_size(field: str, value: Any) -> None:
+    if type(value) is not int or not 1 <= value <= _LIMITS[field]:
+        raise ValueError(f"{field} is {value!r}; it must be a whole number from 1 to {_LIMITS[field]}.")
+
+
 def _is_positive(value: Any) -> bool:
     """True for a positive number that a float can hold."""
     return type(value) in (int, float) and 0 < value <= sys.float_info.max
@@ -56,10 +61,8 @@ class ModelConfig:
     n_position_rows: int = 0
 
     def __post_init__(self) -> None:
-        for field, limit in _LIMITS.items():
-            value = getattr(self, field)
-            if type(value) is not int or not 1 <= value <= limit:
-                raise ValueError(f"{field} is {value!r}; it must be a whole number from 1 to {limit}.")
+        for field in _LIMITS:
+            _check_size(field, getattr(self, field))
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}; "
@@ -129,8 +132,7 @@ class ModelConfig:
             raise ValueError(f"hidden_size {d_model} is not a multiple of num_attention_heads {n_heads}, and head_dim is not given.")
         # Qwen3 has always had heads of its own size; the others derive it unless the file says otherwise.
         d_head = integer("head_dim", 128 if kind == "qwen3" else d_model // max(1, n_heads))
-        if d_head > _LIMITS["d_head"]:  # before a list of D/2 factors is made
-            raise ValueError(f"d_head is {d_head}; it must be a whole number from 1 to {_LIMITS['d_head']}.")
+        _check_size("d_head", d_head)  # before a list of D/2 factors is made
         bias = flag("attention_bias", False)
         theta, factors = _rope(raw, d_head)
         return ModelConfig(

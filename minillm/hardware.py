@@ -92,27 +92,28 @@ PRESETS: dict[str, Hardware] = {
 }  # fmt: skip
 
 
-def seconds_per_call(
-    fn: Callable[[], Any], device: torch.device, repeats: int = 7, statistic: Callable[[list[float]], float] = median
-) -> float:
-    """Wall time of `fn()` after two warm-up calls, waiting for the GPU where there is one: the median of `repeats`.
-
-    A peak takes the best instead (statistic=min): whatever is slower was disturbed.
-    """
+def seconds(fn: Callable[[], Any], device: torch.device) -> float:
+    """Wall time of one call of `fn()`, the GPU's work included, and none that was waiting before."""
 
     def synchronize() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    times = []
-    for i in range(repeats + 2):
-        synchronize()
-        start = time.perf_counter()
-        fn()
-        synchronize()
-        if i >= 2:
-            times.append(time.perf_counter() - start)
-    return statistic(times)
+    synchronize()
+    start = time.perf_counter()
+    fn()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def seconds_per_call(
+    fn: Callable[[], Any], device: torch.device, repeats: int = 7, statistic: Callable[[list[float]], float] = median
+) -> float:
+    """`seconds` of `fn()` after two warm-up calls: the median of `repeats`.
+
+    A peak takes the best instead (statistic=min): whatever is slower was disturbed.
+    """
+    return statistic([seconds(fn, device) for _ in range(repeats + 2)][2:])
 
 
 def _large_matrix(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -130,9 +131,16 @@ def read_bandwidth(device: torch.device, dtype: torch.dtype, matrix: torch.Tenso
 
 
 @torch.inference_mode()
+def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large square matrix product."""
+    n = 8192 if device.type == "cuda" else 2048
+    square = torch.randn(n, n, device=device).to(dtype)  # random: a product of zeros draws less power and runs faster
+    return 2 * n**3 / seconds_per_call(partial(torch.mm, square, square), device, 15, min)
+
+
+@torch.inference_mode()
 def _measure(device: torch.device) -> Hardware:
-    on_gpu = device.type == "cuda"
-    if on_gpu:
+    if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name, memory, dtypes = properties.name, properties.total_memory, (torch.bfloat16, torch.float16, torch.float32)
     else:
@@ -142,11 +150,7 @@ def _measure(device: torch.device) -> Hardware:
     source, target = matrix.chunk(2)
     copy_bandwidth = 2 * source.nbytes / seconds_per_call(lambda: target.copy_(source), device, 7, min)
     bandwidth = read_bandwidth(device, dtype, matrix)
-    peaks = {}
-    for dtype in dtypes:
-        n = 8192 if on_gpu else 2048
-        square = torch.randn(n, n, device=device).to(dtype)  # random: a product of zeros draws less power and runs faster
-        peaks[str(dtype).removeprefix("torch.")] = 2 * n**3 / seconds_per_call(partial(torch.mm, square, square), device, 15, min)
+    peaks = {str(d).removeprefix("torch."): matmul_peak(device, d) for d in dtypes}
     return Hardware(name, memory, bandwidth, peaks, "measured on this machine", copy_bandwidth)
 
 

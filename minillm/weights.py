@@ -50,7 +50,7 @@ def load(
     device: "auto" is CUDA where there is one, else the CPU. dtype: "auto" is bfloat16 on CUDA, else float32.
     A folder without tokenizer files gives (model, None). Raises FileNotFoundError or ValueError in one sentence.
     """
-    device, dtype = _device_and_dtype(device, dtype)
+    device, dtype = device_and_dtype(device, dtype)
     # os.path answers False where a Path's methods raise: for a user or a name that cannot exist.
     path = fetch_default() if source is None else Path(os.path.expanduser(source))
     if os.path.isdir(path):
@@ -65,7 +65,8 @@ def load(
     raise FileNotFoundError(f"{source} does not exist; give a folder in Hugging Face format, a .gguf file or a hub id like org/name.")
 
 
-def _device_and_dtype(device: str | torch.device, dtype: str | torch.dtype) -> tuple[torch.device, torch.dtype]:
+def device_and_dtype(device: str | torch.device, dtype: str | torch.dtype) -> tuple[torch.device, torch.dtype]:
+    """Both with "auto" decided; ValueError in one sentence for what this machine does not have."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -377,6 +378,10 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         def text() -> str:
             return take(integer()).decode("utf-8", errors="strict")
 
+        def scalars(kind: int, count: int) -> tuple[Any, ...]:
+            layout = f"<{count}{_GGUF_SCALARS[kind]}"
+            return struct.unpack(layout, take(struct.calcsize(layout)))
+
         def value(kind: int) -> Any:
             nonlocal items
             if kind == 8:
@@ -386,13 +391,12 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
                 items += count
                 if items > max_items or kind == 9:
                     refuse("a list in its metadata is too long or nested")
-                if kind in _GGUF_SCALARS:  # all at once
-                    code = _GGUF_SCALARS[kind]
-                    return list(struct.unpack(f"<{count}{code}", take(count * struct.calcsize(f"<{code}"))))
+                if kind in _GGUF_SCALARS:
+                    return list(scalars(kind, count))
                 return [value(kind) for _ in range(count)]
             if kind not in _GGUF_SCALARS:
                 refuse(f"a field has the unknown type {kind}")
-            return struct.unpack(f"<{_GGUF_SCALARS[kind]}", take(struct.calcsize(f"<{_GGUF_SCALARS[kind]}")))[0]
+            return scalars(kind, 1)[0]
 
         if take(4) != b"GGUF":
             refuse("it does not begin with GGUF")

@@ -67,6 +67,7 @@ def test_fetch_prints_the_path(default, capsys):
         (["generate", "x", "--max-new-tokens", "99999"], "8192"),
         (["generate", ""], "empty"),
         (["bench", "nothing"], "nothing"),
+        (["bench", "decode", "--device", "tpu9"], "tpu9"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, words, capsys):
