@@ -16,10 +16,34 @@ _HOME = {  # public name -> the module that defines it
     "KVCache": "kv_cache",
     "Decoder": "model",
     "load": "weights",
+    "merge_kv_heads": "gqa",
     "Sampling": "sampling",
     "generate": "generate",
+    "BlockAllocator": "paged",
+    "OutOfBlocks": "paged",
+    "PagedKVCache": "paged",
+    "paged_attention": "paged",
+    "Engine": "engine",
+    "EngineConfig": "engine",
 }
-_MODULES = ("config", "costs", "hardware", "kv_cache", "model", "plots", "sampling", "tokenizer", "weights")
+_MODULES = (
+    "config",
+    "costs",
+    "engine",
+    "flash",
+    "fragmentation",
+    "gqa",
+    "hardware",
+    "kv_cache",
+    "metrics",
+    "model",
+    "paged",
+    "plots",
+    "sampling",
+    "scheduler",
+    "tokenizer",
+    "weights",
+)
 
 __version__ = "0.1.0"
 __all__ = [*_HOME, *_MODULES]

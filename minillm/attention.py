@@ -1,10 +1,11 @@
 """Attention: softmax(Q Kᵀ / sqrt(D)) V, with multi-head, grouped-query and multi-query attention as one case.
 
 Sources: Vaswani et al. 2017, section 3.2.1; Shazeer 2019 (one key/value head); Ainslie et al. 2023 (groups).
-Cost: 4 * H * D FLOPs for each (query, key) pair; the reference also writes and reads B * H * T * S scores.
+Cost: 4 * H * D FLOPs for each (query, key) pair; the reference also writes and reads B * H * T * S scores, the others
+don't (`costs.attention_bytes`).
 Layout (that of the flash-attn library): q is (B, T, H, D), k and v are (B, S, K, D), H a multiple of K: query head h
 reads key/value head h // (H/K). Causal masks align the *last* query with the last key, so the T queries are the
-newest of S tokens.
+newest of S tokens. No backend makes copies of shared heads in memory.
 Not here: dropout, sliding windows, learned biases, padding masks.
 """
 
@@ -14,29 +15,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BACKENDS = ("auto", "reference", "sdpa")
+from minillm.flash import FlashAttention, triton_attention, why_not_triton
+
+BACKENDS = ("auto", "reference", "tiled", "triton", "sdpa")
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None, backend: str = "auto") -> Tensor:
     """Attend with queries (B, T, H, D) to keys and values (B, S, K, D); returns (B, T, H, D).
 
     scale: multiplies the scores, 1/sqrt(D) unless given. causal: query t sees keys 0 … S - T + t.
-    backend: "reference" writes out the matrix of scores; "sdpa" is PyTorch's fused kernel; "auto" picks one.
-    Raises ValueError or TypeError when the shapes, dtypes or devices don't fit together.
+    backend: "reference" writes out the matrix of scores; "tiled" is FlashAttention in plain torch, to read; "triton" is
+    FlashAttention as kernels of our own, for CUDA devices; "sdpa" is PyTorch's fused kernel; "auto" is "triton" on CUDA
+    where the kernels take the input, "sdpa" elsewhere.
+    Raises ValueError or TypeError when the shapes, dtypes or devices don't fit together or don't suit the backend.
     """
     check_inputs(q, k, v, causal, backend)
     return attend(q, k, v, causal, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, backend)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, backend: str) -> Tensor:
-    """`attention` without the checks, for caches, which know their shapes: in a decode step they would cost 2%."""
-    return _reference(q, k, v, causal, scale) if backend == "reference" else _sdpa(q, k, v, causal, scale)
+    """`attention` without the checks of shapes, for caches, which know theirs: in a decode step they would cost 2%."""
+    if backend == "auto":
+        backend = "triton" if q.is_cuda and why_not_triton(q, scale) is None else "sdpa"
+    elif backend == "triton" and (reason := why_not_triton(q, scale)):
+        raise ValueError(reason)
+    if backend == "sdpa":
+        return _sdpa(q, k, v, causal, scale)
+    if backend == "triton":
+        return triton_attention(q, k, v, causal, scale)
+    return FlashAttention.apply(q, k, v, causal, scale, "tiled") if backend == "tiled" else _reference(q, k, v, causal, scale)
 
 
-def check_backend(backend: str) -> None:
-    """Raise ValueError for a name that is not in `BACKENDS`."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}.")
+def check_backend(backend: str, known: tuple[str, ...] = BACKENDS) -> None:
+    """Raise ValueError for a name that is not among the known ones."""
+    if backend not in known:
+        raise ValueError(f"backend is {backend!r}; choose one of {', '.join(known)}.")
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, backend: str) -> None:
@@ -48,7 +61,9 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, backend: str) ->
         )
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} differ in batch size or head dimension.")
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+    if 0 in q.shape or 0 in k.shape:
+        raise ValueError(f"q {tuple(q.shape)} or k {tuple(k.shape)} is empty; every size must be 1 or more.")
+    if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads.")
     if causal and q.shape[1] > k.shape[1]:
         raise ValueError(f"causal attention of {q.shape[1]} queries to {k.shape[1]} keys: the first queries would see no key; give S >= T.")

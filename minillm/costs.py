@@ -131,6 +131,25 @@ def max_batch_size(config: ModelConfig, seq_len: int, memory_bytes: int, dtype: 
     return max(0, memory_bytes - weight_bytes(config, dtype)) // per_sequence
 
 
+def attention_bytes(n_queries: int, n_keys: int, d_head: int, dtype: Any, *, block: int | None = None) -> int:
+    """Bytes that one head's attention, not causal, moves between a GPU's memory (HBM) and its processors' own (SRAM).
+
+    block None: the plain way. Q, K and V are read and O written, N·d numbers each; the T × S scores are written, read by
+    the softmax, written as weights and read again: Θ(N·d + N²).
+    block: FlashAttention with that many queries a tile. Each tile of queries reads all keys and values once, and one
+    float32 log-sum-exp is written for each query: with SRAM for M numbers a tile has Θ(M/d) rows, so Θ(N²·d²/M)
+    (Dao et al. 2022, theorem 2).
+    """
+    _check(n_queries=n_queries, n_keys=n_keys, d_head=d_head)
+    ends = 2 * n_queries * d_head  # Q in, O out
+    if block is None:
+        return _bytes(ends + 2 * n_keys * d_head + 4 * n_queries * n_keys, dtype)
+    if type(block) is not int or block < 1:
+        raise ValueError(f"block is {block!r}; it must be a whole number, 1 or more.")
+    tiles = -(-n_queries // block)
+    return _bytes(ends + tiles * 2 * n_keys * d_head, dtype) + 4 * n_queries
+
+
 # FLOPs
 
 

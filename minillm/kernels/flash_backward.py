@@ -1,0 +1,251 @@
+"""FlashAttention, backward: dQ, dK and dV without ever storing the T × S matrix of weights.
+
+Sources: Dao et al. 2022, section 3.1 and algorithm 4 (appendix B.4); Dao 2023, algorithm 2.
+
+With scores = scale · Q Kᵀ, weights P = exp(scores - LSE) and O = P V, the gradients are
+
+    dV = Pᵀ dO        dP = dO Vᵀ        dscores = P ∘ (dP - delta)        dQ = scale · dscores K        dK = scale · dscoresᵀ Q
+
+where delta (one number a row) is Σ_s P dP, which equals dO · O: the row of dO times the row of O, so that no pass over the
+row of P is needed. P is computed again from Q, K and the log-sum-exp that the forward pass kept: more arithmetic, about
+2.5 times the forward's, but reading P would have cost more time than computing it.
+
+Three kernels, all without atomics, so that two runs give equal bits:
+    delta       one program a tile of rows
+    dK and dV   one program a tile of keys of one key/value head; it walks over the queries of all G heads that share it
+    dQ          one program a tile of queries of one head; it walks over the keys, as the forward pass does
+
+Decisions:
+- In the dK/dV kernel the scores are computed transposed, K Qᵀ: P and dscores then enter their products as they lie.
+- Queries past the end need no mask: their LSE is read as +inf, so their weights are 0. Keys past the end do in the dQ
+  kernel, where exp(0 - LSE) may overflow; in the dK/dV kernel they only fill rows that are not stored.
+Not yet timed on a GPU: the lists hold what compiles without spilling registers for sm_80 and sm_90, in the order expected.
+"""
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minillm.kernels.flash_forward import LONG
+from minillm.kernels.tiles import load_tile, store_tile
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+def configs_dkv(d_head: int, dtype: torch.dtype) -> list[triton.Config]:
+    """What to try for dK and dV, the default first."""
+    if dtype == torch.float32:
+        sizes = [(32, 32, 8, 1)] if d_head <= 64 else [(16, 16, 4, 1)]
+    elif d_head <= 64:
+        sizes = [(32, 128, 8, 2), (64, 128, 8, 2), (32, 64, 4, 2)]
+    elif d_head <= 128:
+        sizes = [(32, 64, 8, 2), (16, 128, 8, 2), (64, 64, 8, 2)]
+    else:
+        sizes = [(32, 32, 8, 2), (16, 16, 4, 2)]
+    return [triton.Config({"BLOCK_T": t, "BLOCK_S": s}, num_warps=w, num_stages=n) for t, s, w, n in sizes]
+
+
+def configs_dq(d_head: int, dtype: torch.dtype) -> list[triton.Config]:
+    """What to try for dQ, the default first."""
+    if dtype == torch.float32:
+        sizes = [(32, 16, 4, 1)] if d_head <= 64 else [(32, 16, 8, 1)] if d_head <= 128 else [(16, 16, 4, 1)]
+    elif d_head <= 64:
+        sizes = [(64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 4, 3)]
+    elif d_head <= 128:
+        sizes = [(64, 64, 8, 2), (128, 32, 8, 2), (128, 64, 8, 2)]
+    else:
+        sizes = [(32, 32, 4, 2), (64, 16, 8, 2)]
+    return [triton.Config({"BLOCK_T": t, "BLOCK_S": s}, num_warps=w, num_stages=n) for t, s, w, n in sizes]
+
+
+@triton.jit
+def delta_kernel(
+    OUT, GRAD, DELTA,
+    o_stride_b, o_stride_t, o_stride_h, grad_stride_b, grad_stride_t, grad_stride_h,
+    T, H,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """delta = Σ_d dO · O, one number for each row, in float32."""
+    n_tiles = tl.cdiv(T, BLOCK_T)
+    t0 = tl.program_id(0) % n_tiles * BLOCK_T
+    b = (tl.program_id(0) // n_tiles // H).to(tl.int64)
+    h = tl.program_id(0) // n_tiles % H
+    o_tile = load_tile(OUT + b * o_stride_b + h * o_stride_h, o_stride_t, t0, T, D, BLOCK_T, BLOCK_D, True)
+    grad_tile = load_tile(GRAD + b * grad_stride_b + h * grad_stride_h, grad_stride_t, t0, T, D, BLOCK_T, BLOCK_D, True)
+    rows = t0 + tl.arange(0, BLOCK_T)
+    tl.store(DELTA + (b * H + h) * T + rows, tl.sum(o_tile.to(tl.float32) * grad_tile.to(tl.float32), 1), mask=rows < T)
+
+
+@triton.jit
+def _add_queries(
+    dk, dv, k_tile, v_tile, q_head, grad_head, lse_head, delta_head, q_stride_t, grad_stride_t, t0, T, first_query, scale_log2,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """What the queries from t0 on add to dK and dV. first_query (BLOCK_S,): the first query that sees each key."""
+    rows = t0 + tl.arange(0, BLOCK_T)
+    q_tile = load_tile(q_head, q_stride_t, t0, T, D, BLOCK_T, BLOCK_D, True)
+    grad_tile = load_tile(grad_head, grad_stride_t, t0, T, D, BLOCK_T, BLOCK_D, True)
+    lse = tl.load(lse_head + rows, mask=rows < T, other=float("inf"))
+    delta = tl.load(delta_head + rows, mask=rows < T, other=0.0)
+    scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")  # (BLOCK_S, BLOCK_T): transposed
+    weights = tl.exp2(scores * scale_log2 - (lse * LOG2_E)[None, :])
+    if MASKED:
+        weights = tl.where(rows[None, :] >= first_query[:, None], weights, 0.0)
+    dv = tl.dot(weights.to(grad_tile.dtype), grad_tile, dv, input_precision="ieee")
+    dweights = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")
+    dscores = weights * (dweights - delta[None, :])
+    dk = tl.dot(dscores.to(q_tile.dtype), q_tile, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit
+def dkv_kernel(
+    Q, K, V, GRAD, LSE, DELTA, DK, DV,
+    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_s, k_stride_h,
+    v_stride_b, v_stride_s, v_stride_h, grad_stride_b, grad_stride_t, grad_stride_h,
+    dk_stride_b, dk_stride_s, dk_stride_h,
+    T, S, H, G, scale, LENGTH,
+    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    n_tiles, n_kv_heads = tl.cdiv(S, BLOCK_S), H // G
+    s0 = tl.program_id(0) % n_tiles * BLOCK_S  # in a causal mask the first keys are seen most, and start first
+    b = (tl.program_id(0) // n_tiles // n_kv_heads).to(tl.int64)
+    kv_head = tl.program_id(0) // n_tiles % n_kv_heads
+    k_tile = load_tile(K + b * k_stride_b + kv_head * k_stride_h, k_stride_s, s0, S, D, BLOCK_S, BLOCK_D, True)
+    v_tile = load_tile(V + b * v_stride_b + kv_head * v_stride_h, v_stride_s, s0, S, D, BLOCK_S, BLOCK_D, True)
+
+    first_query = s0 + tl.arange(0, BLOCK_S) - (S - T)
+    begin, n_masked = 0, 0
+    if CAUSAL:
+        begin = tl.maximum(0, s0 - (S - T)) // BLOCK_T * BLOCK_T
+        # From the query that sees the tile's last key on, nothing is masked.
+        n_masked = tl.minimum(T, tl.maximum(begin, tl.cdiv(s0 + BLOCK_S - 1 - (S - T), BLOCK_T) * BLOCK_T))
+
+    dk = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
+    for h in range(kv_head * G, kv_head * G + G):
+        q_head, grad_head = Q + b * q_stride_b + h * q_stride_h, GRAD + b * grad_stride_b + h * grad_stride_h
+        lse_head, delta_head = LSE + (b * H + h) * T, DELTA + (b * H + h) * T
+        if CAUSAL:
+            for t0 in range(begin, n_masked, BLOCK_T):
+                dk, dv = _add_queries(
+                    dk, dv, k_tile, v_tile, q_head, grad_head, lse_head, delta_head, q_stride_t, grad_stride_t, t0, T, first_query,
+                    scale * LOG2_E, D, BLOCK_D, BLOCK_T, True
+                )  # fmt: skip
+        for t0 in range(n_masked, T, BLOCK_T):
+            dk, dv = _add_queries(
+                dk, dv, k_tile, v_tile, q_head, grad_head, lse_head, delta_head, q_stride_t, grad_stride_t, t0, T, first_query,
+                scale * LOG2_E, D, BLOCK_D, BLOCK_T, False
+            )  # fmt: skip
+
+    offset = b * dk_stride_b + kv_head * dk_stride_h  # dK and dV are laid out alike
+    store_tile(DK + offset, dk_stride_s, s0, S, dk * scale, D, BLOCK_S, BLOCK_D)
+    store_tile(DV + offset, dk_stride_s, s0, S, dv, D, BLOCK_S, BLOCK_D)
+
+
+@triton.jit
+def _add_keys(
+    dq, q_tile, grad_tile, lse, delta, k_head, v_head, k_stride_s, v_stride_s, s0, last_key, S, scale_log2,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """What the keys from s0 on add to dQ."""
+    k_tile = load_tile(k_head, k_stride_s, s0, S, D, BLOCK_S, BLOCK_D, MASKED)
+    v_tile = load_tile(v_head, v_stride_s, s0, S, D, BLOCK_S, BLOCK_D, MASKED)
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
+    if MASKED:
+        scores = tl.where(s0 + tl.arange(0, BLOCK_S)[None, :] <= last_key[:, None], scores, float("-inf"))
+    weights = tl.exp2(scores - (lse * LOG2_E)[:, None])  # (BLOCK_T, BLOCK_S)
+    dweights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
+    dscores = weights * (dweights - delta[:, None])
+    return tl.dot(dscores.to(k_tile.dtype), k_tile, dq, input_precision="ieee")
+
+
+@triton.jit
+def dq_kernel(
+    Q, K, V, GRAD, LSE, DELTA, DQ,
+    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_s, k_stride_h,
+    v_stride_b, v_stride_s, v_stride_h, grad_stride_b, grad_stride_t, grad_stride_h,
+    dq_stride_b, dq_stride_t, dq_stride_h,
+    T, S, H, G, scale, LENGTH,
+    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    n_tiles = tl.cdiv(T, BLOCK_T)
+    t0 = (n_tiles - 1 - tl.program_id(0) % n_tiles) * BLOCK_T
+    b = (tl.program_id(0) // n_tiles // H).to(tl.int64)
+    h = tl.program_id(0) // n_tiles % H
+    k_head, v_head = K + b * k_stride_b + h // G * k_stride_h, V + b * v_stride_b + h // G * v_stride_h
+
+    rows = t0 + tl.arange(0, BLOCK_T)
+    last_key = tl.zeros([BLOCK_T], tl.int32) + S - 1
+    n_full, n_keys = S // BLOCK_S * BLOCK_S, S
+    if CAUSAL:
+        last_key = tl.minimum(last_key, S - T + rows)
+        n_full = (S - T + t0 + 1) // BLOCK_S * BLOCK_S
+        n_keys = tl.minimum(S, S - T + t0 + BLOCK_T)
+
+    q_tile = load_tile(Q + b * q_stride_b + h * q_stride_h, q_stride_t, t0, T, D, BLOCK_T, BLOCK_D, True)
+    grad_tile = load_tile(GRAD + b * grad_stride_b + h * grad_stride_h, grad_stride_t, t0, T, D, BLOCK_T, BLOCK_D, True)
+    lse = tl.load(LSE + (b * H + h) * T + rows, mask=rows < T, other=float("inf"))
+    delta = tl.load(DELTA + (b * H + h) * T + rows, mask=rows < T, other=0.0)
+    dq = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    for s0 in range(0, n_full, BLOCK_S):
+        dq = _add_keys(
+            dq, q_tile, grad_tile, lse, delta, k_head, v_head, k_stride_s, v_stride_s, s0, last_key, S, scale * LOG2_E,
+            D, BLOCK_D, BLOCK_S, False
+        )  # fmt: skip
+    for s0 in range(n_full, n_keys, BLOCK_S):
+        dq = _add_keys(
+            dq, q_tile, grad_tile, lse, delta, k_head, v_head, k_stride_s, v_stride_s, s0, last_key, S, scale * LOG2_E,
+            D, BLOCK_D, BLOCK_S, True
+        )  # fmt: skip
+    store_tile(DQ + b * dq_stride_b + h * dq_stride_h, dq_stride_t, t0, T, dq * scale, D, BLOCK_T, BLOCK_D)
+
+
+@functools.cache
+def _tuned_dkv(d_head: int, dtype: torch.dtype) -> triton.runtime.Autotuner:
+    return triton.autotune(configs_dkv(d_head, dtype), key=["LENGTH", "CAUSAL"])(dkv_kernel)
+
+
+@functools.cache
+def _tuned_dq(d_head: int, dtype: torch.dtype) -> triton.runtime.Autotuner:
+    return triton.autotune(configs_dq(d_head, dtype), key=["LENGTH", "CAUSAL"])(dq_kernel)
+
+
+def flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q (B, T, H, D), k and v (B, S, K, D), given the gradient of out (B, T, H, D) and what the forward pass
+    returned. The last dimension of every input is contiguous."""
+    B, T, H, D = q.shape
+    S, K = k.shape[1:3]
+    constants = dict(D=D, BLOCK_D=max(16, triton.next_power_of_2(D)))
+    delta = torch.empty_like(lse)
+    delta_kernel[(triton.cdiv(T, 64) * B * H,)](out, grad, delta, *out.stride()[:3], *grad.stride()[:3], T, H, **constants, BLOCK_T=64)
+
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    strides = tuple(s for x in (q, k, v, grad) for s in x.stride()[:3])
+    sizes = (T, S, H, H // K, scale, triton.next_power_of_2(S))
+    constants |= dict(CAUSAL=causal)
+    long = q.is_cuda and T >= LONG
+
+    def grid_dkv(meta: dict[str, int]) -> tuple[int]:
+        return (triton.cdiv(S, meta["BLOCK_S"]) * B * K,)
+
+    def grid_dq(meta: dict[str, int]) -> tuple[int]:
+        return (triton.cdiv(T, meta["BLOCK_T"]) * B * H,)
+
+    arguments = (q, k, v, grad, lse, delta, dk, dv, *strides, *dk.stride()[:3], *sizes)
+    if long:
+        _tuned_dkv(D, q.dtype)[grid_dkv](*arguments, **constants)
+    else:
+        dkv_kernel[grid_dkv](*arguments, **constants, **configs_dkv(D, q.dtype)[0].all_kwargs())
+    arguments = (q, k, v, grad, lse, delta, dq, *strides, *dq.stride()[:3], *sizes)
+    if long:
+        _tuned_dq(D, q.dtype)[grid_dq](*arguments, **constants)
+    else:
+        dq_kernel[grid_dq](*arguments, **constants, **configs_dq(D, q.dtype)[0].all_kwargs())
+    return dq, dk, dv
