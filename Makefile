@@ -34,7 +34,9 @@ lessons: setup
 test: setup
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not interpret and not compile"
+	$(BIN)/python -m pytest -m compile
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interpret
 	MINILLM_FIGURES=build/figures $(BIN)/python -m pytest --nbval-lax $(LESSONS)
 
 lab: setup

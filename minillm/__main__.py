@@ -46,9 +46,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--gpu", default="h100", help="a hardware preset")
 
     commands.add_parser("fetch", help="fetch the default checkpoint into the cache folder")
-    command = commands.add_parser("bench", help="run benchmarks: decode, prefill, load; all if none is named")
+    command = commands.add_parser("bench", help="run benchmarks: decode, prefill, attention, serve, load; all if none is named")
     command.add_argument("names", nargs="*", metavar="NAME")
     command.add_argument("--device")
+    command.add_argument("--rate", help="with serve: requests per second to send; prints what their users felt")
+    command.add_argument("--requests", help="with --rate: how many requests")
     return parser
 
 
@@ -198,7 +200,8 @@ def _fetch(options: argparse.Namespace) -> None:
 def _bench(options: argparse.Namespace) -> None:
     from minillm import bench
 
-    bench.main(options.names + (["--device", options.device] if options.device else []))
+    named = {"--device": options.device, "--rate": options.rate, "--requests": options.requests}
+    bench.main(options.names + [part for name, value in named.items() if value is not None for part in (name, value)])
 
 
 if __name__ == "__main__":

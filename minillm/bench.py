@@ -10,22 +10,32 @@ import argparse
 import datetime
 import json
 import platform
+import random
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from minillm import costs
+from minillm.attention import attention
 from minillm.config import ModelConfig
+from minillm.engine import Engine, EngineConfig
+from minillm.fragmentation import simulate
 from minillm.generate import generate
-from minillm.hardware import cpu_name, matmul_peak, read_bandwidth, seconds
+from minillm.hardware import Hardware, cpu_name, matmul_peak, read_bandwidth, seconds
 from minillm.kv_cache import KVCache
+from minillm.metrics import AZURE_OUTPUT, AZURE_PROMPT, Objective, azure_load, draw_length, serve, summarize
 from minillm.model import Decoder
 from minillm.plots import data_folder, project_folder
 from minillm.weights import device_and_dtype, fetch_default, load, parameter_sources
@@ -43,7 +53,7 @@ def hardware_label(device: torch.device) -> str:
 def record(name: str, device: torch.device, settings: dict[str, Any], rows: list[dict[str, Any]], repeats: dict[str, list[float]]) -> Path:
     """Write one benchmark's result; `rows` are what the README shows, `repeats` all raw numbers behind them."""
     label = hardware_label(device)
-    packages = ["torch", "triton", "numpy", "transformers"]
+    packages = ["torch", "triton", "numpy", "transformers", "xllamacpp"]
     document = {
         "name": name,
         "hardware": {"label": label, "name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()},
@@ -149,7 +159,7 @@ def _decode(
     row = {"what": f"decode, {model.config.name}, {dtype}", "value": 1 / ours, "unit": "tokens/s", "of_bound": bound / ours}
     if peer:
         theirs = median(repeats["transformers"])
-        row["against_transformers"] = theirs / ours
+        row["against"] = {"transformers": theirs / ours}
         print(f"  transformers:        {theirs * 1e3:6.2f} ms   minillm is {theirs / ours:.2f} times as fast")
     return [row], repeats
 
@@ -188,9 +198,276 @@ def bench_prefill(device: torch.device) -> list[Path]:
         "value": n / mine,
         "unit": "tokens/s",
         "of_bound": bound / mine,
-        "against_transformers": peer / mine,
+        "against": {"transformers": peer / mine},
     }
     return [record("prefill", device, {"model": model.config.name, "prompt_tokens": n, "flops": flops}, [row], repeats)]
+
+
+# attention
+
+
+def _attention_peers(device: torch.device) -> dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]]:
+    """Functions of q (B, N, H, D), k, v and causal, ours first. On a CPU all are backends of this package."""
+    if device.type != "cuda":
+        return {name: lambda q, k, v, c, name=name: attention(q, k, v, causal=c, backend=name) for name in ("sdpa", "tiled", "reference")}
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compiled, masks = torch.compile(flex_attention, dynamic=False), {}
+
+    def flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        n = q.shape[1]
+        if causal and n not in masks:
+            masks[n] = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=device)
+        return compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=masks[n] if causal else None).transpose(1, 2)
+
+    def sdpa(kind: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
+        def run(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+            with sdpa_kernel(kind):
+                out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal)
+            return out.transpose(1, 2)
+
+        return run
+
+    kinds = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH}
+    ours = {"triton": lambda q, k, v, c: attention(q, k, v, causal=c, backend="triton")}
+    return ours | {name: sdpa(kind) for name, kind in kinds.items()} | {"flex": flex}
+
+
+def _kernel_seconds(fn: Callable[[], Any], device: torch.device) -> float:
+    """Of one call. GPU kernels are timed by Triton's own benchmark: events on the device, caches flushed between calls."""
+    if device.type != "cuda":
+        return seconds(fn, device)
+    from triton.testing import do_bench
+
+    return do_bench(fn, warmup=5, rep=30, return_mode="median") / 1e3
+
+
+def _attention_case(
+    peers: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]], case: tuple[int, int, bool], device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds of every peer, forward and backward, for (D, N, causal); a peer that runs out of memory is left out."""
+    D, N, causal = case
+    B, H = (16384 // N, 2048 // D) if device.type == "cuda" else (1, 8)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q, k, v = (torch.randn(B, N, H, D, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    grad, fns = torch.randn_like(q), {}
+    for name, peer in peers.items():
+        try:
+            out = peer(q, k, v, causal)
+            torch.autograd.grad(out, (q, k, v), grad)
+        except torch.OutOfMemoryError:
+            print(f"    {name}: out of memory at N = {N}")
+            continue
+
+        @torch.no_grad()
+        def forward(peer: Any = peer) -> None:
+            peer(q, k, v, causal)
+
+        def backward(out: Tensor) -> None:
+            torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+
+        fns[f"forward {name}"] = lambda forward=forward: _kernel_seconds(forward, device)
+        # The graph is made anew for each measurement, so that not all peers' saved tensors are kept at once.
+        fns[f"backward {name}"] = lambda peer=peer, backward=backward: _kernel_seconds(partial(backward, peer(q, k, v, causal)), device)
+    return alternate(fns, 5)
+
+
+def bench_attention(device: torch.device) -> list[Path]:
+    """Attention forward and backward in FLOP/s against the measured matmul peak, against torch's kernels in the same run;
+    then one query over a long cache, in bytes per second against the measured copy bandwidth.
+
+    FLOPs: 4·B·H·N²·D forward, 2.5 times that backward (5 products for 2, recomputation included), half if causal.
+    Sizes as in Dao 2023: 16k tokens in all, width 2048, on a GPU; one sequence of 8 heads in float32 on a CPU.
+    """
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    lengths = (512, 1024, 2048, 4096, 8192, 16384) if on_gpu else (512, 1024, 2048)
+    cases = [(D, N, causal) for D in (64, 128) for N in lengths for causal in (False, True)]
+    peers = _attention_peers(device)
+    ours, shown = next(iter(peers)), (4096, 16384) if on_gpu else (2048,)
+    peaks = [matmul_peak(device, dtype) for _ in range(7)]
+    repeats, rows = {"peak": peaks}, []
+    torch.manual_seed(0)
+    for D, N, causal in cases:
+        times = _attention_case(peers, (D, N, causal), device)
+        label = f"D {D}, N {N}, {'causal' if causal else 'full'}"
+        repeats |= {f"{label}: {name}": values for name, values in times.items()}
+        flops = 4 * (2048 * 16384 if on_gpu else 8 * D * N) * N * (0.5 if causal else 1)
+        speeds = {name: flops * (2.5 if name.startswith("backward") else 1) / median(values) for name, values in times.items()}
+        print(f"{label}: " + ", ".join(f"{name} {speed / 1e9:,.0f}" for name, speed in speeds.items()) + " GFLOP/s")
+        if D == 128 and causal and N in shown:
+            for phase in ("forward", "backward"):
+                mine = speeds.pop(f"{phase} {ours}")
+                against = {name.removeprefix(f"{phase} "): mine / speed for name, speed in speeds.items() if name.startswith(phase)}
+                what = f"attention {phase} ({ours}), {N} tokens, causal, D {D}, {str(dtype).removeprefix('torch.')}"
+                rows.append({"what": what, "value": mine / 1e9, "unit": "GFLOP/s", "of_bound": mine / median(peaks), "against": against})
+    if on_gpu:
+        more_rows, peak_bytes = _attention_memory(peers, device)
+        rows, repeats = rows + more_rows, repeats | peak_bytes
+    more_rows, more_repeats = _decode_attention(device, dtype, ours)
+    settings = {"dtype": str(dtype).removeprefix("torch."), "lengths": lengths, "d_head": [64, 128], "peers": list(peers)}
+    return [record("attention", device, settings, rows + more_rows, repeats | more_repeats)]
+
+
+def _attention_memory(
+    peers: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]], device: torch.device
+) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
+    """Peak bytes that a forward and backward pass over 4096 tokens (16 heads of 128) take beside its inputs."""
+    q, k, v = (torch.randn(1, 4096, 16, 128, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    taken: dict[str, list[float]] = {}
+    for name in ("triton", "math"):
+        for _ in range(5):
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            out = peers[name](q, k, v, True)
+            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+            taken.setdefault(f"peak bytes {name}", []).append(torch.cuda.max_memory_allocated(device) - before)
+    mine, plain = (median(values) for values in taken.values())
+    row = {"what": "attention's memory, 4096 tokens, forward and backward (triton)", "value": mine / 1e6, "unit": "MB"}
+    print(f"peak memory: {mine / 1e6:.0f} MB, math {plain / 1e6:.0f} MB")
+    return [row | {"against": {"less than math": plain / mine}}], taken
+
+
+def _decode_attention(device: torch.device, dtype: torch.dtype, backend: str) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
+    """One new token of one sequence looks at 32k cached ones: 32 query heads on 8 of 128 dimensions (Llama-3-8B)."""
+    q = torch.randn(1, 1, 32, 128, device=device, dtype=dtype)
+    # Several caches in turn, together larger than the processor's own caches, as the layers of a model are.
+    caches = [torch.randn(2, 1, 32768, 8, 128, device=device, dtype=dtype) for _ in range(8)]
+
+    @torch.inference_mode()
+    def all_layers() -> None:
+        for k, v in caches:
+            attention(q, k, v, backend=backend)
+
+    bandwidth = [Hardware.measure(device).copy_bandwidth for _ in range(5)]
+    times = [_kernel_seconds(all_layers, device) for _ in range(9)][2:]
+    speed, bound = sum(c.nbytes for c in caches) / median(times), median(bandwidth)
+    print(f"one query over 32768 cached tokens: {speed / 1e9:,.1f} GB/s, {speed / bound:.0%} of the copy bandwidth")
+    row = {"what": f"decode attention ({backend}), 32k cached tokens", "value": speed / 1e9, "unit": "GB/s", "of_bound": speed / bound}
+    return [row], {"decode": times, "copy bandwidth": bandwidth}
+
+
+# serving
+
+
+def bench_serve(device: torch.device) -> list[Path]:
+    """16 concurrent short requests through the engine, against one at a time, transformers' static batch and (on a CPU)
+    llama.cpp's server; the waste of paging; a prefix met a second time; and the scheduler's own time.
+
+    The bound of the first is a decode step's bytes, weights once for all 16. A CPU does not reach it: with 16 rows a matrix
+    product is no longer bound by memory, and its library needs 2.5 to 3.5 times the bound for so few rows.
+    """
+    model, tokenizer = load(device=device)
+    topics = ["Rome", "salt", "the moon", "a spoon", "rivers", "glass", "an owl", "music"]
+    prompts = [tokenizer.encode(f"Write {size} story about {topic}.") for size in ("a short", "a long") for topic in topics]
+    n, dtype = 48, str(model.dtype).removeprefix("torch.")
+    fns = {
+        "minillm": partial(_serve_all, model, prompts, n),
+        "minillm, one at a time": lambda: [generate(model, prompt, n) for prompt in prompts],
+        "transformers": partial(_static_batch, transformers_twin(model), prompts, n, device),
+    }
+    if device.type == "cpu":
+        fns["llama.cpp (computes in 4 bit)"] = partial(_llama_cpp, _llama_cpp_server(n_parallel=8), prompts, n)
+    repeats = alternate({name: lambda fn=fn: seconds(fn, device) for name, fn in fns.items()}, 5)
+    tokens = n * len(prompts)
+    took = {name: median(values) for name, values in repeats.items()}
+    speeds = ", ".join(f"{name} {tokens / t:,.0f}" for name, t in took.items())
+    print(f"{len(prompts)} requests of {n} tokens, {dtype}: {speeds} tokens/s")
+    against = {name.removeprefix("minillm, "): t / took["minillm"] for name, t in took.items() if name != "minillm"}
+    rows = [{"what": f"serve 16 requests at once, {dtype}", "value": tokens / took["minillm"], "unit": "tokens/s", "against": against}]
+
+    repeats["waste"] = [_paging_waste(seed) for seed in range(5)]
+    rows.append(
+        {"what": "empty slots in allocated blocks of 16, Azure-like requests", "value": 100 * median(repeats["waste"]), "unit": "%"}
+    )
+
+    first, again = zip(*(_prefix_ttft(model, seed) for seed in range(5)), strict=True)
+    repeats |= {"first": list(first), "again": list(again)}
+    ratio = median(b / a for a, b in zip(first, again, strict=True))
+    rows.append({"what": "TTFT with a known prefix of 512 tokens, of the first time's", "value": 100 * ratio, "unit": "%"})
+
+    repeats["overhead"] = [_overhead(model) for _ in range(5)]
+    rows.append({"what": "scheduler's share of a step, 64 running", "value": 100 * median(repeats["overhead"]), "unit": "%"})
+    for row in rows[1:]:
+        print(f"{row['what']}: {row['value']:.2f}{row['unit']}")
+    settings = {"model": model.config.name, "requests": len(prompts), "new_tokens": n, "prompt_tokens": [len(p) for p in prompts]}
+    return [record("serve", device, settings, rows, repeats)]
+
+
+def _serve_all(model: Decoder, prompts: list[list[int]], n: int) -> None:
+    engine = Engine(model, EngineConfig(n_blocks=128, max_seqs=16, cuda_graphs=model.device.type == "cuda"))
+    for prompt in prompts:
+        engine.submit(prompt, n)
+    assert all(len(completion.tokens) == n for completion in engine.run().values())
+
+
+@torch.inference_mode()
+def _static_batch(twin: "LlamaForCausalLM", prompts: list[list[int]], n: int, device: torch.device) -> None:
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+    out = twin.generate(ids, attention_mask=mask, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0)
+    assert out.shape == (len(prompts), longest + n)
+
+
+def _llama_cpp_server(n_parallel: int) -> Any:
+    """llama.cpp's server inside this process, on the default checkpoint. It multiplies in the file's own 4-bit format."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_parallel, params.n_ctx, params.verbosity = str(fetch_default()), n_parallel, 512 * n_parallel, -1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
+    return xllamacpp.Server(params)
+
+
+def _llama_cpp(server: Any, prompts: list[list[int]], n: int) -> None:
+    def ask(prompt: list[int]) -> int:
+        options = {"prompt": prompt, "n_predict": n, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+        return server.handle_completions(options)["usage"]["completion_tokens"]
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert set(pool.map(ask, prompts)) == {n}
+
+
+def _paging_waste(seed: int) -> float:
+    """Mean share of empty slots in the blocks handed out, over the steps of a simulation."""
+    generator = random.Random(seed)
+    trace = [(draw_length(AZURE_PROMPT, generator), draw_length(AZURE_OUTPUT, generator)) for _ in range(300)]
+    samples = simulate(trace, "paged", n_slots=65536, max_len=8192)
+    return sum(s.internal for s in samples) / sum(s.internal + s.used for s in samples)
+
+
+def _prefix_ttft(model: Decoder, seed: int) -> tuple[float, float]:
+    """Seconds to the first token of two requests with the same 512 tokens and another 16 each."""
+    generator = random.Random(seed)
+    prefix, *ends = ([generator.randrange(1000, 2000) for _ in range(size)] for size in (512, 16, 16))
+    engine = Engine(model, EngineConfig(n_blocks=80, max_batch_tokens=1024))
+    ttft = []
+    for end in ends:
+        request = engine.submit(prefix + end, 1)
+        ttft.append(engine.run()[request].ttft)
+    return ttft[0], ttft[1]
+
+
+def _overhead(model: Decoder) -> float:
+    """Share of the steps' time that is not spent in the model, with 64 requests decoding."""
+    engine = Engine(model, EngineConfig(n_blocks=512, max_seqs=64))
+    for i in range(64):
+        engine.submit([1000 + i] * 8, 16)
+    inside, forward = [], engine._forward
+    engine._forward = lambda plan: (start := time.perf_counter(), forward(plan), inside.append(time.perf_counter() - start))[1]
+    start = time.perf_counter()
+    engine.run()
+    return 1 - sum(inside) / (time.perf_counter() - start)
+
+
+def load_test(device: torch.device, rate: float, n_requests: int, seed: int = 0) -> None:
+    """Serve `n_requests` at `rate` a second, Azure-like lengths scaled to a tenth, and print what their users felt."""
+    model, _ = load(device=device)
+    engine = Engine(model, EngineConfig(n_blocks=1024, max_seqs=32, max_batch_tokens=256))
+    completions = serve(engine, azure_load(rate, n_requests, model.config.vocab_size, scale=0.1, seed=seed))
+    print(summarize(completions, Objective(ttft=1.0, tpot=0.2)))
 
 
 # load
@@ -236,6 +513,8 @@ def bench_load(device: torch.device) -> list[Path]:
 BENCHMARKS: dict[str, Callable[[torch.device], list[Path]]] = {
     "decode": bench_decode,
     "prefill": bench_prefill,
+    "attention": bench_attention,
+    "serve": bench_serve,
     "load": bench_load,
 }
 
@@ -245,7 +524,7 @@ BENCHMARKS: dict[str, Callable[[torch.device], list[Path]]] = {
 
 def results_table(folder: Path) -> str:
     """The results as a Markdown table, from the JSON files of `record`; a benchmark without a GPU file is named as such."""
-    lines = ["| benchmark | hardware | result | of the bound | against transformers |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| benchmark | hardware | result | of the bound | as fast as |", "| --- | --- | --- | --- | --- |"]
     for name in BENCHMARKS:
         on_gpu = False
         for path in sorted(folder.glob(f"{name}.*.json")):
@@ -254,7 +533,7 @@ def results_table(folder: Path) -> str:
             on_gpu |= not label.startswith("cpu")
             for row in document["rows"]:
                 share = f"{row['of_bound']:.0%}" if "of_bound" in row else "–"
-                ratio = f"{row['against_transformers']:.2f} ×" if "against_transformers" in row else "–"
+                ratio = ", ".join(f"{ratio:.2f} × {peer}" for peer, ratio in row.get("against", {}).items()) or "–"
                 value = f"{row['value']:,.0f}" if row["value"] >= 100 else f"{row['value']:.3g}"
                 lines.append(f"| {row['what']} | {label} | {value} {row['unit']} | {share} | {ratio} |")
         if not on_gpu:
@@ -277,6 +556,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m minillm.bench", description=__doc__.split("\n\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(BENCHMARKS)}; all if none is named")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--rate", type=float, help="with serve: send requests at this rate a second, and print what users felt")
+    parser.add_argument("--requests", type=int, default=64, help="with --rate: how many")
     parser.add_argument("--readme", action="store_true", help="measure nothing, only rewrite the README's results table")
     options = parser.parse_args(arguments)
     for name in options.names:
@@ -286,6 +567,11 @@ def main(arguments: list[str] | None = None) -> int:
         update_readme(project_folder() / "README.md")
         return 0
     device, _ = device_and_dtype(options.device, "auto")
+    if options.rate is not None:
+        if options.names != ["serve"] or options.requests < 1:
+            raise ValueError("--rate goes with the benchmark serve and at least one request: bench serve --rate 2 --requests 64.")
+        load_test(device, options.rate, options.requests)
+        return 0
     for name in options.names or BENCHMARKS:
         for path in BENCHMARKS[name](device):
             print(f"  written to {path}")
@@ -293,4 +579,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ValueError as error:
+        sys.exit(f"minillm: {error}")

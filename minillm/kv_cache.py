@@ -7,7 +7,7 @@ Not here: sequences of different lengths in one batch, and growing on demand; th
 
 This file also holds the protocol that every cache follows. The model knows nothing else about other tokens:
 
-    positions = cache.positions(T)            # where the T new tokens stand, for the rotary embedding
+    positions = cache.positions(T)            # where the T new tokens stand, for the rotary embedding: a range, or (T,)
     out = cache.attend(layer, q, k, v)        # once a layer: store k and v, attend, return the new tokens' output
     cache.advance(T)                          # after the last layer: the tokens now count as past
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Cache(Protocol):
     """What `Decoder.forward` asks of the object passed as `cache`."""
 
-    def positions(self, n_new: int) -> tuple[int, int]: ...
+    def positions(self, n_new: int) -> range | Tensor: ...
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
     def advance(self, n_new: int) -> None: ...
 
@@ -38,8 +38,8 @@ class NoCache:
         check_backend(backend)
         self.backend = backend
 
-    def positions(self, n_new: int) -> tuple[int, int]:
-        return 0, n_new
+    def positions(self, n_new: int) -> range:
+        return range(n_new)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, v, True, q.shape[-1] ** -0.5, self.backend)
@@ -74,14 +74,14 @@ class KVCache:
     def nbytes(self) -> int:
         return self.k.nbytes + self.v.nbytes
 
-    def positions(self, n_new: int) -> tuple[int, int]:
-        """First and one past the last position of the next `n_new` tokens; ValueError if they don't fit."""
+    def positions(self, n_new: int) -> range:
+        """Positions of the next `n_new` tokens; ValueError if they don't fit."""
         if self.length + n_new > self.max_len:
             raise ValueError(
                 f"The cache holds {self.length} of at most {self.max_len} tokens; {n_new} more don't fit. "
                 "Make it with a larger max_len, or rewind it."
             )
-        return self.length, self.length + n_new
+        return range(self.length, self.length + n_new)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B, T, H, D), k and v (B, T, K, D) of the T new tokens; returns (B, T, H, D)."""

@@ -46,8 +46,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def rope_tables(config: ModelConfig, start: int, end: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin for positions start … end - 1, each (T, 1, D): the same for every head, the angle of each pair twice.
+def rope_tables(config: ModelConfig, positions: range | Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin for T positions, a range or (T,), each (T, 1, D): the same for every head, the angle of each pair twice.
 
     Pair i of D/2 turns by position * theta^(-2i/D) (Su et al. 2021, equation 15). The sine carries the sign of the
     rotation: minus for the first half of D, plus for the second.
@@ -56,7 +56,9 @@ def rope_tables(config: ModelConfig, start: int, end: int, device: torch.device,
     frequencies = 1.0 / config.rope_theta**pairs  # (D/2,)
     if config.rope_factors is not None:
         frequencies = frequencies / torch.tensor(config.rope_factors, device=device)
-    angles = torch.arange(start, end, device=device, dtype=torch.float32)[:, None, None] * frequencies  # (T, 1, D/2)
+    if isinstance(positions, range):
+        positions = torch.arange(positions.start, positions.stop, device=device)
+    angles = positions.float()[:, None, None] * frequencies  # (T, 1, D/2)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
@@ -133,11 +135,13 @@ class Decoder(nn.Module):
         if tokens.shape[1] == 0:
             raise ValueError("tokens is empty; give at least one token.")
         cache = NoCache() if cache is None else cache
-        start, end = cache.positions(tokens.shape[1])
-        if end > self.config.max_seq_len:
-            raise ValueError(f"{end} positions are asked for; {self.config.name} was trained for at most {self.config.max_seq_len}.")
+        positions = cache.positions(tokens.shape[1])
+        if isinstance(positions, range) and positions.stop > self.config.max_seq_len:  # other caches check it themselves
+            raise ValueError(
+                f"{positions.stop} positions are asked for; {self.config.name} was trained for at most {self.config.max_seq_len}."
+            )
         x = self.embed(tokens)  # (B, T, C)
-        rope = rope_tables(self.config, start, end, x.device, x.dtype)
+        rope = rope_tables(self.config, positions, x.device, x.dtype)
         for i, layer in enumerate(self.layers):
             x = layer(x, i, rope, cache)
         cache.advance(tokens.shape[1])

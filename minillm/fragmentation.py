@@ -1,0 +1,204 @@
+"""Where cache memory goes when every sequence must lie in one piece: a simulation of four ways to hand it out. Pure Python.
+
+Sources: Kwon et al. 2023, section 3.1 and figure 2 (20 to 38% of the reserved memory held tokens); Knuth, The Art of
+Computer Programming, volume 1, section 2.5 (first fit, the buddy system, external fragmentation).
+
+    max      one piece as long as any sequence may become       oracle   one piece of the length it will have, known ahead
+    buddy    one piece of the next power of two of that         paged    blocks, one by one, as tokens come
+
+Each slot of the pool holds one token and at any time is one of: used (a token is in it), reserved (its sequence will put
+one there), internal (handed out, and never to hold a token), external (free, and enough for the first in the queue if only it were
+in one piece), free.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from minillm.paged import BlockManager, BlockTable, OutOfBlocks
+
+POLICIES = ("max", "oracle", "buddy", "paged")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The pool after one step: slots by what they are. They sum to the pool's size."""
+
+    used: int
+    reserved: int
+    internal: int
+    external: int
+    free: int
+    running: int
+    waiting: int
+
+
+class FirstFit:
+    """Pieces of any length from one line of slots: the first gap that is long enough."""
+
+    def __init__(self, size: int):
+        self.gaps = [(0, size)]  # (start, length), by start
+
+    def allocate(self, length: int) -> int | None:
+        """Start of a piece, or None if no gap is long enough."""
+        for i, (start, gap) in enumerate(self.gaps):
+            if gap >= length:
+                self.gaps[i : i + 1] = [(start + length, gap - length)] if gap > length else []
+                return start
+        return None
+
+    def free(self, start: int, length: int) -> None:
+        """Give a piece back; gaps that touch become one."""
+        merged: list[tuple[int, int]] = []
+        for a, n in sorted([*self.gaps, (start, length)]):
+            if merged and sum(merged[-1]) == a:
+                merged[-1] = (merged[-1][0], merged[-1][1] + n)
+            else:
+                merged.append((a, n))
+        self.gaps = merged
+
+    @property
+    def n_free(self) -> int:
+        return sum(n for _, n in self.gaps)
+
+
+class Buddy:
+    """Pieces whose lengths are powers of two: larger ones are split in halves, and halves (buddies) joined when both are free."""
+
+    def __init__(self, size: int):
+        self._free: dict[int, set[int]] = {}  # length -> starts
+        start = 0
+        for power in reversed(range(size.bit_length())):  # a pool of any size is a few powers of two
+            if size >> power & 1:
+                self._free.setdefault(1 << power, set()).add(start)
+                start += 1 << power
+        self._size = size
+
+    @staticmethod
+    def rounded(length: int) -> int:
+        """The length that a piece for so many tokens has."""
+        return 1 << (length - 1).bit_length()
+
+    def allocate(self, length: int) -> int | None:
+        """Start of a piece of the next power of two, or None."""
+        wanted = self.rounded(length)
+        fitting = [n for n, starts in self._free.items() if n >= wanted and starts]
+        if not fitting:
+            return None
+        n = min(fitting)
+        start = min(self._free[n])
+        self._free[n].remove(start)
+        while n > wanted:  # keep the first half, the second is free
+            n //= 2
+            self._free.setdefault(n, set()).add(start + n)
+        return start
+
+    def free(self, start: int, length: int) -> None:
+        """Give back the piece for `length` tokens."""
+        n = self.rounded(length)
+        while start ^ n in self._free.get(n, ()):
+            self._free[n].remove(start ^ n)
+            start, n = min(start, start ^ n), 2 * n
+        self._free.setdefault(n, set()).add(start)
+
+    @property
+    def n_free(self) -> int:
+        return sum(n * len(starts) for n, starts in self._free.items())
+
+
+@dataclass
+class _Running:
+    prompt: int
+    final: int
+    stored: int
+    start: int = 0
+    table: BlockTable | None = None
+
+
+def simulate(
+    trace: Sequence[tuple[int, int]], policy: str, *, n_slots: int, max_len: int, block_size: int = 16, n_steps: int | None = None
+) -> list[Sample]:
+    """Run requests, given as (prompt tokens, output tokens), through a pool of `n_slots` tokens; one sample a step.
+
+    All requests are in the queue from the start, first come, first served; a step lets in whoever fits, then every running
+    sequence grows by a token, and leaves when it has its length. "paged" sends the youngest back to the queue when blocks
+    run out, as `minillm.scheduler` does. n_steps: stop then; otherwise when all are done.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"policy is {policy!r}; choose one of {', '.join(POLICIES)}.")
+    for prompt, output in trace:
+        if prompt < 1 or output < 1 or prompt + output > max_len:
+            raise ValueError(f"A request of {prompt} + {output} tokens; both must be 1 or more, and their sum at most max_len, {max_len}.")
+    largest = Buddy.rounded(max_len) if policy == "buddy" else -(-max_len // block_size) * block_size
+    if n_slots < largest:
+        raise ValueError(f"A pool of {n_slots} slots can't hold a sequence of {max_len} tokens; policy {policy} needs {largest}.")
+
+    pool = Buddy(n_slots) if policy == "buddy" else FirstFit(n_slots)
+    manager = BlockManager(n_slots // block_size, block_size, prefix_caching=False)
+    queue = deque(_Running(prompt, prompt + output, 0) for prompt, output in trace)
+    running: list[_Running] = []
+    samples: list[Sample] = []
+
+    def length(request: _Running) -> int:
+        return max_len if policy == "max" else request.final
+
+    def let_in(request: _Running) -> bool:
+        """Memory for the prompt, or for the whole sequence where it must lie in one piece."""
+        stored = max(request.prompt, request.stored)  # a sequence that was sent back keeps what it has produced
+        if policy == "paged":
+            table = BlockTable()
+            if manager.needed(table, stored + 1) > manager.n_available:
+                return False
+            manager.reserve(table, stored)
+            table.n_tokens = stored
+            request.table = table
+        else:
+            start = pool.allocate(length(request))
+            if start is None:
+                return False
+            request.start = start
+        request.stored = stored
+        return True
+
+    def leave(request: _Running) -> None:
+        running.remove(request)
+        if policy == "paged":
+            manager.release(request.table)
+        else:
+            pool.free(request.start, length(request))
+
+    while (queue or running) and (n_steps is None or len(samples) < n_steps):
+        while queue and let_in(queue[0]):
+            running.append(queue.popleft())
+        for request in list(running):
+            while request in running:
+                try:
+                    if policy == "paged":
+                        manager.reserve(request.table, 1)
+                        request.table.n_tokens += 1
+                    request.stored += 1
+                    break
+                except OutOfBlocks:
+                    youngest = running[-1]
+                    leave(youngest)
+                    queue.appendleft(youngest)
+        samples.append(_sample(running, queue, policy, pool, manager, n_slots, length))
+        for request in [r for r in running if r.stored == r.final]:
+            leave(request)
+    return samples
+
+
+def _sample(
+    running: Sequence[_Running], queue: Sequence[_Running], policy: str, pool: FirstFit | Buddy, manager: BlockManager, n_slots: int,
+    length: Callable[[_Running], int],
+) -> Sample:  # fmt: skip
+    used = sum(r.stored for r in running)
+    if policy == "paged":
+        held = sum(len(r.table.blocks) for r in running) * manager.block_size
+        return Sample(used, 0, held - used, 0, n_slots - held, len(running), len(queue))
+    sizes = [Buddy.rounded(r.final) if policy == "buddy" else length(r) for r in running]
+    reserved = sum(r.final - r.stored for r in running)
+    # The first in the queue was just refused. If the gaps together were long enough for it, they are fragments.
+    fragments = bool(queue) and pool.n_free >= (Buddy.rounded(queue[0].final) if policy == "buddy" else length(queue[0]))
+    external, free = (pool.n_free, 0) if fragments else (0, pool.n_free)
+    return Sample(used, reserved, sum(sizes) - used - reserved, external, free, len(running), len(queue))
