@@ -9,13 +9,14 @@ absolute times, because machines are noisy.
 import argparse
 import datetime
 import json
+import math
 import platform
 import random
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
@@ -35,8 +36,9 @@ from minillm.fragmentation import simulate
 from minillm.generate import generate
 from minillm.hardware import Hardware, cpu_name, matmul_peak, read_bandwidth, seconds
 from minillm.kv_cache import KVCache
-from minillm.metrics import AZURE_OUTPUT, AZURE_PROMPT, Objective, azure_load, draw_length, serve, summarize
+from minillm.metrics import AZURE_OUTPUT, AZURE_PROMPT, Load, Objective, azure_load, draw_length, serve, summarize
 from minillm.model import Decoder
+from minillm.paged import AttentionPlan
 from minillm.plots import data_folder, project_folder
 from minillm.weights import device_and_dtype, fetch_default, load, parameter_sources
 
@@ -126,14 +128,19 @@ def bench_decode(device: torch.device) -> list[Path]:
     rows, repeats = _decode(model, prompt, 64, device, peer=True)
     if device.type == "cuda":
         del model
-        torch.set_default_dtype(torch.bfloat16)
-        with torch.device(device):
-            large = Decoder(ModelConfig.preset("llama-3-8b")).eval().requires_grad_(False)
-        torch.set_default_dtype(torch.float32)
-        more_rows, more_repeats = _decode(large, prompt, 64, device, peer=False)
+        more_rows, more_repeats = _decode(_llama_3_8b(device), prompt, 64, device, peer=False)
         rows += more_rows
         repeats |= {f"llama-3-8b {name}": values for name, values in more_repeats.items()}
     return [record("decode", device, settings, rows, repeats)]
+
+
+def _llama_3_8b(device: torch.device) -> Decoder:
+    """Its shapes with random weights in bfloat16: speed does not depend on what they say."""
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = Decoder(ModelConfig.preset("llama-3-8b")).eval().requires_grad_(False)
+    torch.set_default_dtype(torch.float32)
+    return model
 
 
 def _decode(
@@ -391,6 +398,9 @@ def bench_serve(device: torch.device) -> list[Path]:
     rows.append({"what": "scheduler's share of a step, 64 running", "value": 100 * median(repeats["overhead"]), "unit": "%"})
     for row in rows[1:]:
         print(f"{row['what']}: {row['value']:.2f}{row['unit']}")
+    if device.type == "cuda":
+        more_rows, more_repeats = _serve_large(device)
+        rows, repeats = rows + more_rows, repeats | more_repeats
     settings = {"model": model.config.name, "requests": len(prompts), "new_tokens": n, "prompt_tokens": [len(p) for p in prompts]}
     return [record("serve", device, settings, rows, repeats)]
 
@@ -460,6 +470,72 @@ def _overhead(model: Decoder) -> float:
     start = time.perf_counter()
     engine.run()
     return 1 - sum(inside) / (time.perf_counter() - start)
+
+
+def _serve_large(device: torch.device) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
+    """Llama-3-8B's shapes on a GPU: one user with CUDA graphs against the bound of the memory; 256 requests at once against
+    transformers' continuous batching; and paged against contiguous attention at the same work."""
+    large = _llama_3_8b(device)
+    alone = Engine(large, EngineConfig(n_blocks=32, max_seqs=1, cuda_graphs=True))
+
+    def tpot() -> float:
+        request = alone.submit(list(range(8)), 129)
+        return alone.run()[request].tpot
+
+    bandwidth = [read_bandwidth(device, large.dtype) for _ in range(7)]
+    repeats = {"8b bandwidth": bandwidth, "8b tpot": [tpot() for _ in range(7)][2:]}
+    bound, took = costs.decode_bytes(large.config, 1, 72, "bfloat16") / median(bandwidth), median(repeats["8b tpot"])
+    row = {"what": "decode with CUDA graphs, llama-3-8b, bfloat16", "value": 1 / took, "unit": "tokens/s", "of_bound": bound / took}
+    rows: list[dict[str, Any]] = [row]
+
+    requests = azure_load(math.inf, 256, large.config.vocab_size, scale=0.25)
+    tokens, twin = sum(request.max_new_tokens for request in requests), transformers_twin(large)
+    sizes = EngineConfig(n_blocks=8192, max_seqs=256, max_batch_tokens=2048, cuda_graphs=True)
+    fns = {
+        "256 requests, minillm": lambda: seconds(lambda: serve(Engine(large, sizes), requests), device),
+        "256 requests, transformers": lambda: seconds(lambda: _transformers_continuous(twin, requests), device),
+    }
+    repeats |= alternate(fns, 5)
+    ours, theirs = (median(repeats[name]) for name in fns)
+    row = {"what": "256 requests at once, llama-3-8b, bfloat16", "value": tokens / ours, "unit": "tokens/s"}
+    rows.append(row | {"against": {"transformers' continuous batching": theirs / ours}})
+
+    contiguous, paged = _paged_and_contiguous(device)
+    repeats |= alternate({"contiguous": lambda: _kernel_seconds(contiguous, device), "paged": lambda: _kernel_seconds(paged, device)}, 7)
+    ratio = median(repeats["contiguous"]) / median(repeats["paged"])
+    rows.append({"what": "paged attention, 64 sequences of 2048", "value": ratio, "unit": "× contiguous"})
+    for row in rows:
+        print(f"{row['what']}: {row['value']:,.2f} {row['unit']}")
+    return rows, repeats
+
+
+def _transformers_continuous(twin: "LlamaForCausalLM", requests: Sequence[Load]) -> None:
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with twin.continuous_batching_context_manager(generation_config=config, block=True, timeout=5) as manager:
+        for request in requests:
+            manager.add_request(list(request.prompt_ids), max_new_tokens=request.max_new_tokens)
+        finished = 0
+        while finished < len(requests):
+            result = manager.get_result(timeout=1)
+            if result is None and not manager.is_running():
+                raise RuntimeError("transformers' continuous batching stopped before all requests were done.")
+            finished += result is not None and result.is_finished()
+
+
+def _paged_and_contiguous(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """One new token of each of 64 sequences of 2048, 32 heads on 8 of 128 dimensions: the same numbers, laid out both ways."""
+    n, length, size = 64, 2048, 16
+    q = torch.randn(n, 1, 32, 128, device=device, dtype=torch.bfloat16)
+    k, v = torch.randn(2, n, length, 8, 128, device=device, dtype=torch.bfloat16)
+    order = torch.randperm(n * length // size, device=device)  # blocks lie anywhere
+    pages = [torch.empty(order.numel(), size, 8, 128, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    for page, x in zip(pages, (k, v), strict=True):
+        page[order] = x.reshape(page.shape)
+    lens = torch.tensor([[length] * n, [1] * n], dtype=torch.int32, device=device)
+    plan = AttentionPlan(order.int().reshape(n, -1), lens, [length] * n, [1] * n, size)
+    return lambda: attention(q, k, v), lambda: plan.attend(q[:, 0], *pages, 128**-0.5, "auto")
 
 
 def load_test(device: torch.device, rate: float, n_requests: int, seed: int = 0) -> None:

@@ -151,7 +151,7 @@ class BlockManager:
     def needed(self, table: BlockTable, n_new: int) -> int:
         """Blocks that `reserve` would have to take."""
         new = -(-(table.n_tokens + n_new) // self.block_size) - len(table.blocks)
-        return max(0, new) + (n_new > 0 and self._writes_shared(table))
+        return max(0, new) + (n_new > 0 and self.writes_shared(table))
 
     def reserve(self, table: BlockTable, n_new: int) -> list[tuple[int, int]]:
         """Make room for the sequence's next `n_new` tokens, or raise OutOfBlocks and change nothing.
@@ -163,7 +163,7 @@ class BlockManager:
         if needed > self.n_available:
             raise OutOfBlocks(f"{needed} blocks are needed, and {self.n_available} of {self.allocator.n_blocks} can be had.")
         copies = []
-        if n_new > 0 and self._writes_shared(table):
+        if n_new > 0 and self.writes_shared(table):
             at = table.n_tokens // self.block_size
             shared, table.blocks[at] = table.blocks[at], self._take()
             copies.append((shared, table.blocks[at]))
@@ -173,8 +173,9 @@ class BlockManager:
         return copies
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """A second sequence with the same tokens so far, in the same blocks."""
-        blocks = [self.allocator.share(block) for block in table.blocks]
+        """A second sequence with the same tokens so far, in the same blocks. Both reserve before they go on."""
+        with_tokens = -(-table.n_tokens // self.block_size)  # blocks reserved beyond them are not shared
+        blocks = [self.allocator.share(block) for block in table.blocks[:with_tokens]]
         return BlockTable(blocks, table.n_tokens, table.n_known, table.prefix)
 
     def remember(self, table: BlockTable, ids: Sequence[int]) -> None:
@@ -198,7 +199,8 @@ class BlockManager:
             self._release(block)
         table.blocks, table.n_tokens, table.n_known, table.prefix = [], 0, 0, 0
 
-    def _writes_shared(self, table: BlockTable) -> bool:
+    def writes_shared(self, table: BlockTable) -> bool:
+        """Whether the next token would go to a block that others hold, too."""
         at = table.n_tokens // self.block_size
         return at < len(table.blocks) and self.allocator.holders(table.blocks[at]) > 1
 
@@ -273,7 +275,7 @@ class PagedBatch:
         self._positions, self._slots, block_tables, lens = (x.to(cache.k.device) for x in self._arrays())
         longest = width * cache.manager.block_size if width else None
         seq_lens = [t.n_tokens + n for t, n in zip(tables, n_new, strict=True)]
-        self._plan = _Plan(block_tables, lens, seq_lens, self.n_new, cache.manager.block_size, longest)
+        self._plan = AttentionPlan(block_tables, lens, seq_lens, self.n_new, cache.manager.block_size, longest)
 
     def refill(self, tables: Sequence[BlockTable]) -> None:
         """The next step of as many sequences, with the same numbers of new tokens. Only for the kernel "triton", which
@@ -291,6 +293,10 @@ class PagedBatch:
             if table.n_tokens + n > len(table.blocks) * size:
                 raise ValueError(
                     f"{n} tokens after {table.n_tokens} don't fit in {len(table.blocks)} blocks of {size}; reserve them first."
+                )
+            if self.cache.manager.writes_shared(table):
+                raise ValueError(
+                    f"Token {table.n_tokens} would go to a block that others hold, too; reserve its room first: that copies it."
                 )
             if table.n_tokens + n > config.max_seq_len:
                 raise ValueError(
@@ -360,6 +366,8 @@ def paged_attention(
         raise ValueError(
             f"seq_lens has shape {tuple(seq_lens.shape)}, query_lens {tuple(query_lens.shape)}; expected ({n_seqs},), one a table."
         )
+    if seq_lens.dtype not in (torch.int32, torch.int64) or query_lens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"seq_lens is {seq_lens.dtype}, query_lens {query_lens.dtype}; expected int32 or int64.")
     for i, (n_keys, n_queries) in enumerate(zip(seqs, queries, strict=True)):
         if not 1 <= n_queries <= n_keys <= capacity:
             raise ValueError(
@@ -371,20 +379,18 @@ def paged_attention(
     if bool((used & ((block_tables < 0) | (block_tables >= k_pages.shape[0]))).any()):
         raise ValueError(f"block_tables names blocks that don't exist; there are {k_pages.shape[0]}, numbered from 0.")
     lens = torch.tensor([seqs, queries], dtype=torch.int32, device=q.device)
-    plan = _Plan(block_tables.where(used, 0), lens, seqs, queries, k_pages.shape[1], may_hold_nan=True)
+    plan = AttentionPlan(block_tables.where(used, 0), lens, seqs, queries, k_pages.shape[1])
     return plan.attend(q, k_pages, v_pages, q.shape[-1] ** -0.5 if scale is None else scale, backend)
 
 
-class _Plan:
+class AttentionPlan:
     """What paged attention needs to know besides the numbers: worked out once a step, used by every layer."""
 
     def __init__(
-        self, tables: Tensor, lens: Tensor, seq_lens: list[int], query_lens: list[int], block_size: int, longest: int | None = None,
-        may_hold_nan: bool = False,
-    ):  # fmt: skip
+        self, tables: Tensor, lens: Tensor, seq_lens: list[int], query_lens: list[int], block_size: int, longest: int | None = None
+    ):
         self.tables, self.lens, self.seq_lens, self.query_lens = tables, lens, seq_lens, query_lens
         self.block_size = block_size
-        self.may_hold_nan = may_hold_nan  # slots without a token; those of a PagedKVCache begin as zeros
         self.longest = longest or max(seq_lens)
         self.starts = list(accumulate(query_lens, initial=0))
         self.together: _Together | None = None  # for the backend "sdpa"
@@ -430,7 +436,7 @@ class _Together:
     that padding would double the work, each goes alone; `others` are the sequences that do.
     """
 
-    def __init__(self, plan: _Plan):
+    def __init__(self, plan: AttentionPlan):
         chosen = [i for i, n in enumerate(plan.query_lens) if n == 1]
         lens = [plan.seq_lens[i] for i in chosen]
         if len(chosen) < 2 or max(lens) * len(lens) > 2 * sum(lens):
@@ -441,17 +447,20 @@ class _Together:
         if chosen:
             self.longest = max(lens)
             self.blocks = plan.tables[chosen, : -(-self.longest // plan.block_size)]
-            self.visible = torch.arange(self.longest, device=device) < torch.tensor(lens, device=device)[:, None, None, None]
-            self.may_hold_nan = plan.may_hold_nan
+            slots = torch.arange(self.blocks.shape[1] * plan.block_size, device=device)
+            exists = slots < torch.tensor(lens, device=device)[:, None]  # (n_seqs, slots)
+            self.visible, self.missing = exists[:, None, None, : self.longest], (~exists).flatten().nonzero()[:, 0]
 
     def attend(self, out: Tensor, q: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float) -> None:
         """Fill the rows of `out` (N, H, D) that belong here."""
         if len(self.rows):
-            k, v = (pages[self.blocks].flatten(1, 2)[:, : self.longest].transpose(1, 2) for pages in (k_pages, v_pages))
-            if self.may_hold_nan:  # no weight, but 0 times NaN is NaN
-                unseen = ~self.visible.transpose(-1, -2)  # (n_seqs, 1, S, 1)
-                k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
+            k, v = (self._gather(pages) for pages in (k_pages, v_pages))  # (n_seqs, K, S, D)
             # The G query heads of a key/value head are rows of one small matrix, as in `minillm.attention`.
             heads = q[self.rows].unflatten(1, (k.shape[1], -1))  # (n_seqs, K, G, D)
-            result = F.scaled_dot_product_attention(heads, k, v, attn_mask=self.visible, scale=scale)  # k, v (n_seqs, K, S, D)
+            result = F.scaled_dot_product_attention(heads, k, v, attn_mask=self.visible, scale=scale)
             out[self.rows] = result.flatten(1, 2)
+
+    def _gather(self, pages: Tensor) -> Tensor:
+        x = pages[self.blocks].flatten(0, 2)  # (all slots, K, D), a copy
+        x.index_fill_(0, self.missing, 0)  # others may have left NaN there, and 0 times NaN is NaN
+        return x.unflatten(0, (len(self.blocks), -1))[:, : self.longest].transpose(1, 2)

@@ -1,15 +1,19 @@
 """Every attention backend against a softmax written out per head and query, in float64."""
 
 import math
+import sys
 
 import numpy as np
 import pytest
 import torch
+from conftest import BACKEND_PARAMETERS, INTERPRETED, tiny_config
 from torch import Tensor
 
+from minillm import Decoder, KVCache, flash, generate
 from minillm.attention import BACKENDS, attention
+from minillm.kv_cache import NoCache
 
-backends = pytest.mark.parametrize("backend", BACKENDS)
+backends = pytest.mark.parametrize("backend", BACKEND_PARAMETERS)
 heads = pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(4, 4), (6, 2), (4, 1), (1, 1)], ids=["MHA", "GQA", "MQA", "one"])
 
 
@@ -56,9 +60,19 @@ def test_fewer_keys_than_queries_without_a_mask(backend):
 
 
 @backends
-@pytest.mark.parametrize("scale", [0.0, 0.05, 1.0, 3.0])
-@pytest.mark.parametrize("T", [1, 4])
+@pytest.mark.parametrize("scale", [0.05, 1.0, 3.0])
+@pytest.mark.parametrize("T", [1, 4, 9])
 def test_scale(backend, scale, T):
+    q, k, v = qkv(T, 9, H=4, K=2)
+    close(attention(q, k, v, scale=scale, backend=backend), oracle(q, k, v, True, scale))
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "triton"])  # which refuses them
+@pytest.mark.parametrize("scale", [0.0, -0.7])
+@pytest.mark.parametrize("T", [1, 4, 9])
+def test_scales_of_zero_and_below(request, backend, scale, T):
+    if T == 9 and backend in ("auto", "sdpa"):
+        request.applymarker(pytest.mark.xfail(strict=True, reason="PyTorch's fused kernel scales the -inf of its own causal mask: NaN"))
     q, k, v = qkv(T, 9, H=4, K=2)
     close(attention(q, k, v, scale=scale, backend=backend), oracle(q, k, v, True, scale))
 
@@ -85,8 +99,13 @@ def test_strided_inputs(backend, T):
     assert torch.equal(cache, before)
 
 
-@backends
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),  # Triton's interpreter refuses bfloat16
+    [
+        *((backend, torch.bfloat16) for backend in BACKENDS if backend != "triton"),
+        *(pytest.param(*getattr(p, "values", (p,)), torch.float16, marks=getattr(p, "marks", ())) for p in BACKEND_PARAMETERS),
+    ],
+)
 @pytest.mark.parametrize(("T", "S"), [(1, 40), (17, 17), (17, 40)])
 def test_half_precision_is_as_exact_as_plain_torch(backend, dtype, T, S):
     """The criterion of flash-attn's tests: at most twice the error of the same formula in the same dtype."""
@@ -136,7 +155,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-@backends
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("q", "k", "v", "message"),
     [
@@ -147,7 +166,12 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
         ((2, 3, 4, 8), (2, 3, 4, 16), (2, 3, 4, 16), "differ in batch size or head dimension"),
         ((2, 3, 4, 8), (2, 3, 3, 8), (2, 3, 3, 8), "4 query heads are not a multiple of 3 key/value heads"),
         ((2, 3, 4, 8), (2, 3, 8, 8), (2, 3, 8, 8), "4 query heads are not a multiple of 8 key/value heads"),
-        ((2, 3, 4, 8), (2, 3, 0, 8), (2, 3, 0, 8), "4 query heads are not a multiple of 0"),
+        ((2, 3, 4, 8), (2, 3, 0, 8), (2, 3, 0, 8), r"k \(2, 3, 0, 8\) is empty; every size must be 1 or more"),
+        ((2, 3, 0, 8), (2, 3, 2, 8), (2, 3, 2, 8), r"q \(2, 3, 0, 8\) or k .* is empty"),
+        ((0, 3, 4, 8), (0, 3, 4, 8), (0, 3, 4, 8), r"q \(0, 3, 4, 8\) or k \(0, 3, 4, 8\) is empty"),
+        ((2, 0, 4, 8), (2, 3, 4, 8), (2, 3, 4, 8), r"q \(2, 0, 4, 8\) or k .* is empty"),
+        ((2, 3, 4, 8), (2, 0, 4, 8), (2, 0, 4, 8), r"k \(2, 0, 4, 8\) is empty"),
+        ((2, 3, 4, 0), (2, 3, 4, 0), (2, 3, 4, 0), r"q \(2, 3, 4, 0\) or k .* is empty"),
         ((2, 3, 4, 8), (2, 2, 4, 8), (2, 2, 4, 8), "causal attention of 3 queries to 2 keys"),
     ],
 )
@@ -156,7 +180,7 @@ def test_shapes_that_do_not_fit(backend, q, k, v, message):
         attention(zeros(*q), zeros(*k), zeros(*v), backend=backend)
 
 
-@backends
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_dtypes_that_do_not_fit(backend, position):
     for other in (torch.float16, torch.int64):
@@ -180,3 +204,80 @@ def test_devices_that_do_not_fit(position):
 def test_unknown_backends(backend):
     with pytest.raises(ValueError, match=f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}"):
         attention(*qkv(1, 1, 1, 1), backend=backend)
+
+
+# Refusals of the Triton kernels, and what "auto" does instead
+
+
+def through_a_cache(cache: KVCache | NoCache, dtype: torch.dtype = torch.float32) -> Tensor:
+    return cache.attend(0, zeros(1, 2, 4, 8, dtype=dtype), zeros(1, 2, 2, 8, dtype=dtype), zeros(1, 2, 2, 8, dtype=dtype))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter is on, so that the kernels run on the CPU")
+@pytest.mark.parametrize("T", [1, 40])
+def test_triton_needs_a_cuda_device(tiny, T):
+    message = r"backend 'triton' needs a CUDA device, and q is on cpu; use 'sdpa' or 'tiled', or set TRITON_INTERPRET=1 before"
+    q, k, v = qkv(T, 40, H=4, K=2)
+    for inputs in ((q, k, v), [x.requires_grad_() for x in qkv(T, 40, 4, 2)]):
+        with pytest.raises(ValueError, match=message):
+            attention(*inputs, backend="triton")
+    for cache in (KVCache(tiny, 1, 8, backend="triton"), NoCache("triton")):
+        with pytest.raises(ValueError, match=message):
+            through_a_cache(cache)
+    for use_cache in (True, False):
+        with pytest.raises(ValueError, match=message):
+            generate(tiny, [1] * T, 3, backend="triton", use_cache=use_cache)
+
+
+@pytest.mark.parametrize(
+    ("D", "dtype", "scale", "message"),
+    [
+        (8, torch.float64, None, r"computes in float32, float16 or bfloat16, not in torch\.float64; convert q, k, v or use 'sdpa'"),
+        (257, torch.float32, None, "takes heads of at most 256 dimensions, not 257; use 'sdpa'"),
+        (512, torch.float16, None, "takes heads of at most 256 dimensions, not 512"),
+        (8, torch.float32, 0.0, r"needs a scale above 0, not 0\.0; use 'sdpa'"),
+        (8, torch.float32, -0.5, r"needs a scale above 0, not -0\.5"),
+        (8, torch.float32, math.nan, "needs a scale above 0, not nan"),
+    ],
+)
+def test_what_the_triton_kernels_refuse(D, dtype, scale, message):
+    for T in (1, 40):
+        inputs = [x.to(dtype) for x in qkv(T, 40, H=4, K=2, D=D)]
+        with pytest.raises(ValueError, match=f"backend 'triton' {message}"):
+            attention(*inputs, scale=scale, backend="triton")
+
+
+def test_caches_pass_the_refusals_on():
+    model = Decoder(tiny_config()).double()
+    for cache in (KVCache(model, 1, 8, backend="triton"), NoCache("triton")):
+        with pytest.raises(ValueError, match="backend 'triton' computes in float32, float16 or bfloat16"):
+            through_a_cache(cache, torch.float64)
+
+
+def test_without_the_package_triton(monkeypatch):
+    monkeypatch.setattr(flash, "_HAS_TRITON", False)
+    inputs = qkv(3, 3, H=4, K=2)
+    with pytest.raises(ValueError, match="needs the package triton, which exists for Linux; use 'sdpa' or 'tiled'"):
+        attention(*inputs, backend="triton")
+    for backend in ("auto", "tiled"):
+        close(attention(*inputs, backend=backend), oracle(*inputs, True, 8**-0.5))
+
+
+@pytest.mark.interpret
+def test_the_interpreter_refuses_what_it_computes_wrongly(tiny):
+    message = "Triton's interpreter computes bfloat16 products wrongly; use float32 or float16 there"
+    with pytest.raises(ValueError, match=message):
+        attention(*(x.bfloat16() for x in qkv(3, 3, 4, 2)), backend="triton")
+    with pytest.raises(ValueError, match=message):
+        generate(tiny.bfloat16(), [1, 2], 2, backend="triton")
+    with pytest.raises(ValueError, match="Triton's interpreter needs tensors on the CPU, and q is on meta"):
+        attention(*(zeros(1, 3, n, 8, device="meta") for n in (4, 2, 2)), backend="triton")
+
+
+@pytest.mark.parametrize("T", [1, 40])
+def test_auto_on_a_cpu_is_sdpa(monkeypatch, T):
+    """Also where the interpreter could run the kernels: it is there to test with."""
+    called = []
+    monkeypatch.setattr(sys.modules["minillm.attention"], "_sdpa", lambda *inputs: called.append(inputs))
+    attention(*qkv(T, 40, H=4, K=2))
+    assert len(called) == 1

@@ -155,6 +155,43 @@ def test_max_batch_size_at_the_edge():
     assert costs.max_batch_size(config, 64, costs.weight_bytes(config, "fp16") - 1, "fp16") == 0
 
 
+@pytest.mark.parametrize(
+    ("T", "S", "D", "dtype", "block", "expected"),
+    [
+        # The plain way: Q and O, K and V, and the matrix four times.
+        (1, 1, 1, "int8", None, 2 + 2 + 4),
+        (2, 3, 5, "fp16", None, 2 * (2 * 2 * 5 + 2 * 3 * 5 + 4 * 2 * 3)),
+        (1024, 1024, 64, "fp16", None, 2 * (4 * 1024 * 64 + 4 * 1024**2)),
+        # Tiles: K and V once for each, and a float32 for each query, whatever the dtype.
+        (1, 1, 1, "int8", 1, 2 + 2 + 4),
+        (2, 3, 5, "fp16", 1, 2 * (2 * 2 * 5 + 2 * (2 * 3 * 5)) + 4 * 2),
+        (2, 3, 5, "fp16", 2, 2 * (2 * 2 * 5 + 2 * 3 * 5) + 4 * 2),
+        (2, 3, 5, "fp32", 128, 4 * (2 * 2 * 5 + 2 * 3 * 5) + 4 * 2),
+        (1024, 1024, 64, "fp16", 128, 2 * (2 * 1024 * 64 + 8 * 2 * 1024 * 64) + 4096),
+        (1025, 1024, 64, "fp16", 128, 2 * (2 * 1025 * 64 + 9 * 2 * 1024 * 64) + 4100),  # one query more, one tile more
+        (0, 7, 64, "fp16", 128, 0),
+    ],
+)
+def test_attention_bytes_by_hand(T, S, D, dtype, block, expected):
+    assert costs.attention_bytes(T, S, D, dtype, block=block) == expected
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([16, 64, 128]), st.integers(1, 512))
+def test_attention_bytes_by_the_algorithm(T, S, D, block):
+    """Tile after tile; and larger tiles never move more."""
+    moved = sum(4 * (2 * min(block, T - t0) * D + 2 * S * D) + 4 * min(block, T - t0) for t0 in range(0, T, block))
+    assert costs.attention_bytes(T, S, D, "fp32", block=block) == moved
+    assert costs.attention_bytes(T, S, D, "fp32", block=block + 1) <= moved
+
+
+def test_attention_bytes_of_long_sequences():
+    """Both grow with the square; tiles of M/d rows move d²/M times as much as the matrix of scores, up to the constant."""
+    plain, tiled = ([costs.attention_bytes(n, n, 64, "fp16", block=block) for n in (1 << 18, 1 << 19)] for block in (None, 128))
+    assert plain[1] / plain[0] == pytest.approx(4, rel=1e-3)
+    assert tiled[1] / tiled[0] == pytest.approx(4, rel=1e-3)
+    assert plain[0] / tiled[0] == pytest.approx(4 / (2 * 64 / 128), rel=2e-2)
+
+
 # FLOPs
 
 
@@ -250,9 +287,18 @@ def test_sizes_that_are_no_sizes(bad):
         lambda: costs.kv_cache_read_bytes(config, 1, bad, "fp16"),
         lambda: costs.max_batch_size(config, bad, 10**9, "fp16"),
         lambda: costs.max_batch_size(config, 1, bad, "fp16"),
+        lambda: costs.attention_bytes(bad, 1, 64, "fp16"),
+        lambda: costs.attention_bytes(1, bad, 64, "fp16", block=1),
+        lambda: costs.attention_bytes(1, 1, bad, "fp16"),
     ):
         with pytest.raises(ValueError, match="must be a whole number, 0 or more"):
             call()
+
+
+@pytest.mark.parametrize("bad", [0, -1, True, 1.0, "3"])
+def test_blocks_that_are_no_blocks(bad):
+    with pytest.raises(ValueError, match=f"block is {bad!r}; it must be a whole number, 1 or more"):
+        costs.attention_bytes(4, 4, 64, "fp16", block=bad)
 
 
 @pytest.mark.parametrize("dtype", ["float12", "", None, torch.complex64, 16])
@@ -260,6 +306,8 @@ def test_unknown_dtypes(dtype):
     for call in (costs.weight_bytes, costs.weight_read_bytes, costs.kv_bytes_per_token):
         with pytest.raises(ValueError, match="is not known here; choose one of float32, float16"):
             call(tiny_config(), dtype)
+    with pytest.raises(ValueError, match="is not known here"):
+        costs.attention_bytes(4, 4, 64, dtype)
 
 
 def test_dtype_names():

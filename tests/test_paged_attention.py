@@ -1,0 +1,379 @@
+"""Paged attention against the formula on each sequence's keys in one piece, in float64; the Triton kernel in the interpreter.
+
+Every slot that holds no token of the case holds NaN, every entry of a table beyond its sequence's blocks names none.
+"""
+
+import itertools
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from conftest import BACKEND_PARAMETERS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_attention import at_most_twice, double, formula
+from torch import Tensor
+
+from minillm import paged_attention
+from minillm.attention import attention
+from minillm.paged import BACKENDS
+
+interpret = pytest.mark.interpret
+DTYPES = (torch.float32, torch.float16)
+HEADS = {"MHA": (2, 2), "GQA": (4, 2), "MQA": (3, 1)}
+Sequences = list[tuple[int, int]]  # (new tokens, all tokens) of each
+
+
+@dataclass
+class Case:
+    q: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    tables: Tensor
+    seq_lens: Tensor
+    query_lens: Tensor
+    dense: list[tuple[Tensor, Tensor, Tensor]]  # of each sequence: q (1, T, H, D), k and v (1, S, K, D)
+
+    @property
+    def arguments(self) -> tuple[Tensor, ...]:
+        return self.q, self.k_pages, self.v_pages, self.tables, self.seq_lens, self.query_lens
+
+    def expected(self, convert: Callable[..., Any], scale: float) -> Tensor:
+        return torch.cat([formula(*convert(*qkv), True, scale)[0] for qkv in self.dense])
+
+
+def make(
+    sequences: Sequences, H: int, K: int, D: int, P: int, *, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu"
+) -> Case:
+    """Normal numbers; the blocks in random order, a few of them nobody's."""
+    g = torch.Generator().manual_seed(seed)
+    needed = [-(-n // P) for _, n in sequences]
+    n_blocks, width = sum(needed) + 3, max(needed) + 2
+    free = torch.randperm(n_blocks, generator=g).tolist()
+    k_pages, v_pages = (torch.full((n_blocks, P, K, D), torch.nan) for _ in range(2))
+    tables, dense = torch.full((len(sequences), width), 2**31 - 1, dtype=torch.int32), []
+    for i, (T, S) in enumerate(sequences):
+        q, k, v = (torch.randn(n, heads, D, generator=g) for n, heads in ((T, H), (S, K), (S, K)))
+        tables[i, : needed[i]] = torch.tensor([free.pop() for _ in range(needed[i])])
+        for s in range(S):
+            block = tables[i, s // P]
+            k_pages[block, s % P], v_pages[block, s % P] = k[s], v[s]
+        dense.append(tuple(x[None].to(device, dtype) for x in (q, k, v)))
+    k_pages, v_pages = (x.to(device, dtype) for x in (k_pages, v_pages))
+    lens = torch.tensor(sequences, dtype=torch.int32, device=device)
+    return Case(torch.cat([q[0] for q, _, _ in dense]), k_pages, v_pages, tables.to(device), lens[:, 1], lens[:, 0], dense)
+
+
+def check(case: Case, backend: str, scale: float | None = None) -> Tensor:
+    """By flash-attn's criterion: an error at most twice that of plain PyTorch in the same dtype."""
+    out = paged_attention(*case.arguments, scale=scale, backend=backend)
+    scale = case.q.shape[-1] ** -0.5 if scale is None else scale
+    at_most_twice("output", out, case.expected(lambda *x: x, scale), case.expected(double, scale))
+    return out
+
+
+HERE = [name for name in BACKENDS if name != "triton"]
+BATCHES: dict[str, Sequences] = {
+    "decode": [(1, 1), (1, 31), (1, 64), (1, 113), (1, 128), (1, 203)],
+    "decode of like lengths": [(1, 60), (1, 49), (1, 64), (1, 31)],
+    "prefill": [(31, 31), (1, 1), (64, 64), (113, 113)],
+    "mixed": [(1, 128), (64, 64), (1, 113), (31, 31), (1, 1), (1, 40)],
+    "a chunk with a long past": [(31, 203), (1, 203), (64, 128)],
+    "speculation, k = 4": [(5, 5), (5, 64), (5, 113), (5, 130)],
+    "one sequence": [(1, 113)],
+}
+
+
+# Without a kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", HERE)
+@pytest.mark.parametrize("sequences", BATCHES.values(), ids=BATCHES)
+def test_against_the_formula(sequences, backend, dtype):
+    for (H, K), P in zip(HEADS.values(), (1, 3, 16), strict=True):
+        check(make(sequences, H, K, 16, P, dtype=dtype), backend, scale=0.3 if P == 3 else None)
+
+
+LENGTHS = st.integers(1, 40).flatmap(lambda n: st.tuples(st.sampled_from([1, n]) | st.integers(1, n), st.just(n)))
+
+
+@given(
+    st.lists(LENGTHS, min_size=1, max_size=7),
+    st.sampled_from([*HEADS.values(), (9, 3), (8, 1)]),
+    st.sampled_from([1, 2, 3, 16, 64]),
+    st.sampled_from(HERE),
+    st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=60)
+def test_any_batch(sequences, heads, P, backend, seed):
+    check(make(sequences, *heads, 8, P, seed=seed), backend)
+
+
+@pytest.mark.parametrize("backend", HERE)
+@pytest.mark.parametrize("scale", [0.01, 1.0, 3.0, 0.0, -0.5])
+def test_scale(backend, scale):
+    """Whole prompts only with scales above 0: PyTorch's fused kernel scales the -inf of its own causal mask (see test_attention)."""
+    for sequences in (BATCHES["decode of like lengths"], BATCHES["mixed"] if scale > 0 else [(1, 60), (5, 64), (1, 50)]):
+        check(make(sequences, 4, 2, 8, 4), backend, scale)
+
+
+def strided(case: Case) -> Case:
+    """The same numbers where each stride is another: queries out of a fused projection, pages with heads before slots."""
+    N, H, D = case.q.shape
+    n_blocks, P, K, _ = case.k_pages.shape
+    q = torch.full((N, H + 2 * K, D + 3), torch.nan, dtype=case.q.dtype)[:, 1 : H + 1, 2 : D + 2]
+    pages = torch.full((2, n_blocks, K, P + 1, D + 5), torch.nan, dtype=case.q.dtype).transpose(2, 3)[:, :, :P, :, 3 : D + 3]
+    q.copy_(case.q)
+    pages[0].copy_(case.k_pages)
+    pages[1].copy_(case.v_pages)
+    tables = torch.full((2 * len(case.tables), case.tables.shape[1] + 1), 2**31 - 1, dtype=torch.int32)[::2, 1:]
+    tables.copy_(case.tables)
+    return Case(q, pages[0], pages[1], tables, case.seq_lens.long(), case.query_lens, case.dense)
+
+
+def apart(case: Case) -> Case:
+    """Numbers that lie two apart, which the kernel's caller copies first."""
+    q, k_pages, v_pages = (torch.stack((x, x), -1)[..., 0] for x in (case.q, case.k_pages, case.v_pages))
+    assert q.stride(-1) == 2
+    return Case(q, k_pages, v_pages, case.tables, case.seq_lens, case.query_lens, case.dense)
+
+
+@pytest.mark.parametrize("backend", [p for p in BACKEND_PARAMETERS if p != "tiled"])
+@pytest.mark.parametrize("name", ["decode of like lengths", "mixed"])
+@pytest.mark.parametrize("arrange", [strided, apart])
+def test_strides(arrange, name, backend):
+    check(arrange(make(BATCHES[name], 6, 2, 16, 5)), backend)
+
+
+@pytest.mark.parametrize("backend", [p for p in BACKEND_PARAMETERS if p != "tiled"])
+def test_the_future_is_not_seen(backend):
+    """NaN keys and values after what a query may see must not reach it, and do reach the next."""
+    case = make([(6, 20), (6, 17)], 4, 2, 16, 4)
+    before = paged_attention(*case.arguments, backend=backend)
+    for i, n in ((0, 20), (1, 17)):
+        for s in range(n - 3, n):  # the last three keys: unseen by the first three of six queries
+            for pages in (case.k_pages, case.v_pages):
+                pages[case.tables[i, s // 4], s % 4] = 1e4
+    after = paged_attention(*case.arguments, backend=backend)
+    seen = torch.tensor([False] * 3 + [True] * 3).repeat(2)
+    torch.testing.assert_close(before[~seen], after[~seen], atol=1e-6, rtol=0)
+    assert not torch.isclose(before[seen], after[seen]).all(-1).any()
+
+
+@pytest.mark.parametrize("backend", [p for p in BACKEND_PARAMETERS if p != "tiled"])
+def test_shared_blocks(backend):
+    """Two sequences with the first blocks in common."""
+    case = make([(1, 12), (1, 11)], 4, 2, 16, 4)
+    case.tables[1, :2] = case.tables[0, :2]
+    (_, k0, v0), (q1, k1, v1) = case.dense
+    case.dense[1] = (q1, torch.cat((k0[:, :8], k1[:, 8:]), 1), torch.cat((v0[:, :8], v1[:, 8:]), 1))
+    check(case, backend)
+
+
+def test_auto_is_sdpa_on_the_cpu():
+    case = make(BATCHES["mixed"], 4, 2, 8, 4)
+    assert torch.equal(paged_attention(*case.arguments), paged_attention(*case.arguments, backend="sdpa"))
+
+
+# Refusals
+
+
+REFUSED: dict[str, tuple[dict[str, Callable[[Tensor], Tensor]], type[Exception], str]] = {
+    "q of 4 dimensions": ({"q": lambda x: x[None]}, ValueError, r"have shapes \(1, 6, 4, 8\).*; expected \(N, H, D\), \(n_blocks, P"),
+    "pages of 3 dimensions": ({"k_pages": lambda x: x[0], "v_pages": lambda x: x[0]}, ValueError, r"expected \(N, H, D\)"),
+    "fewer values": ({"v_pages": lambda x: x[1:]}, ValueError, r"expected \(N, H, D\)"),
+    "another D": ({"q": lambda x: x[..., :4]}, ValueError, r"expected \(N, H, D\)"),
+    "no queries": ({"q": lambda x: x[:0]}, ValueError, r"q \(0, 4, 8\) or k_pages .* is empty; every size must be 1 or more"),
+    "no blocks": ({"k_pages": lambda x: x[:0], "v_pages": lambda x: x[:0]}, ValueError, r"k_pages \(0, 4, 2, 8\) is empty"),
+    "heads": ({"q": lambda x: x[:, :3]}, ValueError, "3 query heads are not a multiple of 2 key/value heads"),
+    "dtypes of q and k": ({"q": lambda x: x.half()}, TypeError, "have dtypes torch.float16, torch.float32, torch.float32; all three must"),
+    "dtypes of k and v": ({"v_pages": lambda x: x.double()}, TypeError, "torch.float32, torch.float32, torch.float64; all three must"),
+    "whole numbers": (dict.fromkeys(("q", "k_pages", "v_pages"), lambda x: x.nan_to_num().int()), TypeError, "floating-point dtype"),
+    "another device": ({"k_pages": lambda x: x.to("meta")}, ValueError, "k_pages is on meta, q on cpu; move them to one device"),
+    "v on another device": ({"v_pages": lambda x: x.to("meta")}, ValueError, "v_pages is on meta, q on cpu"),
+    "tables on another device": ({"tables": lambda x: x.to("meta")}, ValueError, "block_tables is on meta, q on cpu"),
+    "one table": ({"tables": lambda x: x[0]}, TypeError, r"block_tables is torch.int32 of shape \(\d+,\); expected int32 \(n_seqs, max"),
+    "tables of int64": ({"tables": lambda x: x.long()}, TypeError, "block_tables is torch.int64"),
+    "a length too few": ({"seq_lens": lambda x: x[1:]}, ValueError, r"seq_lens has shape \(2,\), query_lens \(3,\); expected \(3,\)"),
+    "a query length too many": ({"query_lens": lambda x: torch.cat((x, x[:1]))}, ValueError, r"query_lens \(4,\); expected \(3,\), one"),
+    "lengths in a matrix": ({"seq_lens": lambda x: x[None]}, ValueError, r"seq_lens has shape \(1, 3\)"),
+    "lengths of floats": ({"seq_lens": lambda x: x.float()}, TypeError, "seq_lens is torch.float32, query_lens torch.int32; expected int"),
+    "query lengths of floats": ({"query_lens": lambda x: x.double()}, TypeError, "query_lens torch.float64; expected int32 or int64"),
+    "nothing new": ({"query_lens": lambda x: torch.tensor([0, 2, 4])}, ValueError, "sequence 0 has 0 new of 9 tokens; expected 1 <= new"),
+    "more new than all": ({"query_lens": lambda x: torch.tensor([1, 1, 4]), "seq_lens": lambda x: torch.tensor([9, 1, 3])}, ValueError,
+                          "sequence 2 has 4 new of 3 tokens"),
+    "beyond the table": ({"seq_lens": lambda x: torch.tensor([9, 2, 21])}, ValueError, "sequence 2 has 3 new of 21 tokens.*tokens <= 20"),
+    "another sum": ({"query_lens": lambda x: torch.tensor([1, 2, 2])}, ValueError, "query_lens sum to 5, and q holds 6 tokens"),
+    "a block too far": ({"tables": lambda x: x.where(x != x[0, 2], 9)}, ValueError, "names blocks that don't exist; there are 9, numbered"),
+    "a block below 0": ({"tables": lambda x: x.where(x != x[1, 0], -1)}, ValueError, "names blocks that don't exist"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_refusals(changes, error, message, backend):
+    case = make([(1, 9), (2, 2), (3, 12)], 4, 2, 8, 4, seed=1)
+    assert case.k_pages.shape[0] == 10 and case.tables.shape[1] == 5
+    case.k_pages, case.v_pages = case.k_pages[:9], case.v_pages[:9]
+    case.tables = case.tables.where(case.tables != 9, 0)  # whoever had block 9
+    paged_attention(*case.arguments, backend=backend)
+    for name, change in changes.items():
+        setattr(case, name, change(getattr(case, name)))
+    with pytest.raises(error, match=message):
+        paged_attention(*case.arguments, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "flash", None])
+def test_refused_backends(backend):
+    with pytest.raises(ValueError, match=r"backend is .*; choose one of auto, reference, triton, sdpa"):
+        paged_attention(*make([(1, 1)], 1, 1, 8, 4).arguments, backend=backend)
+
+
+# The kernel in the interpreter
+
+
+def grid() -> list[Any]:
+    """Every batch with every head dimension; block sizes, heads and dtypes take turns."""
+    turns = itertools.cycle(itertools.product((1, 3, 16, 64), HEADS, DTYPES))
+    chosen = []
+    for (name, D), _ in itertools.product(itertools.product(BATCHES, (64, 8, 32, 80, 128)), range(2)):
+        P, heads, dtype = next(turns)
+        chosen.append(pytest.param(BATCHES[name], *HEADS[heads], D, P, dtype, id=f"{name}-{heads}-{D}-{P}-{str(dtype)[6:]}"))
+    return chosen
+
+
+@interpret
+@pytest.mark.parametrize(("sequences", "H", "K", "D", "P", "dtype"), grid())
+def test_kernel(sequences, H, K, D, P, dtype):
+    check(make(sequences, H, K, D, P, dtype=dtype), "triton")
+
+
+@interpret
+@pytest.mark.parametrize(("H", "K"), [(1, 1), (9, 3), (7, 1), (16, 1), (17, 1), (40, 1), (65, 1)])
+def test_groups_of_all_sizes(H, K):
+    """Also groups that don't divide a tile's rows, and one that is larger than the usual tile."""
+    check(make([(1, 20), (1, 33)], H, K, 16, 4), "triton")
+    check(make([(5, 9), (1, 20), (70, 75)] if H < 20 else [(5, 9), (1, 20)], H, K, 16, 4), "triton")
+
+
+@interpret
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n_parts", [1, 2, 5, 100])
+def test_parts(monkeypatch, n_parts, dtype):
+    """With 100 wanted, each tile of 16 keys is a part: most lie wholly past the end of the shorter sequences, and some in the
+    future of the first rows of a tile."""
+    from minillm.kernels import flash_decode, paged_attention
+
+    monkeypatch.setattr(flash_decode, "_CPU_PARTS", n_parts)
+    monkeypatch.setattr(paged_attention, "config", lambda *_: flash_decode.triton.Config({"BLOCK_S": 16}, num_warps=4, num_stages=1))
+    for sequences in ([(1, 1), (1, 97)], [(33, 33), (1, 80), (20, 70)], [(5, 5), (5, 21), (5, 100)]):
+        case = make(sequences, 4, 2, 16, 3, dtype=dtype)
+        check(case, "triton")
+        case.q, case.k_pages = -30 * case.q.abs(), case.k_pages.abs()  # seen scores far below 0, where a masked one might hide
+        case.dense = [(-30 * q.abs(), k.abs(), v) for q, k, v in case.dense]
+        check(case, "triton")
+
+
+@interpret
+def test_a_launch_for_longer_sequences():
+    """A captured launch has room for sequences longer than those at hand: parts without any key."""
+    from minillm.kernels.paged_attention import paged_forward, rows_of_a_tile, tiles
+
+    case = make([(1, 3), (1, 40), (1, 17)], 4, 2, 16, 4)
+    lens = case.seq_lens.contiguous(), case.query_lens.contiguous()
+    for longest in (40, 41, 300, 5000):
+        rows = rows_of_a_tile(1, 2, case.q.dtype)
+        arrays = torch.tensor(tiles([1, 1, 1], rows // 2), dtype=torch.int32)
+        out = paged_forward(case.q, case.k_pages, case.v_pages, case.tables, *lens, arrays, rows, longest, 0.25)
+        at_most_twice("output", out, case.expected(lambda *x: x, 0.25), case.expected(double, 0.25))
+
+
+@interpret
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_other_kernels_give_the_same(dtype):
+    """The decode kernel for few queries, the forward kernel for many."""
+    case = make([(1, 77), (16, 40), (70, 70), (17, 90)], 4, 2, 32, 16, dtype=dtype)
+    out = paged_attention(*case.arguments, backend="triton")
+    other = torch.cat([attention(*qkv, backend="triton")[0] for qkv in case.dense])
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out, other, atol=4 * eps, rtol=4 * eps)
+
+
+@interpret
+def test_two_runs_give_equal_bits():
+    case = make(BATCHES["mixed"], 4, 2, 16, 3, dtype=torch.float16)
+    assert torch.equal(*(paged_attention(*case.arguments, backend="triton") for _ in range(2)))
+
+
+@interpret
+def test_what_the_kernel_refuses():
+    case = make([(1, 5)], 2, 1, 8, 4)
+    for scale in (0.0, -1.0):
+        with pytest.raises(ValueError, match="needs a scale above 0"):
+            paged_attention(*case.arguments, scale=scale, backend="triton")
+    case.q, case.k_pages, case.v_pages = (x.double() for x in (case.q, case.k_pages, case.v_pages))
+    with pytest.raises(ValueError, match=r"not in torch\.float64"):
+        paged_attention(*case.arguments, backend="triton")
+
+
+@interpret
+@pytest.mark.parametrize("what", ["blocks", "slots", "heads", "queries", "query heads"])
+def test_offsets_beyond_31_bits(what):
+    """Pages of more than 2**31 numbers, in 14 GB of addresses of which only what is written takes memory."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    try:
+        memory = torch.frombuffer(mmap.mmap(-1, 14 << 30, flags=flags), dtype=torch.float16)
+    except OSError:
+        pytest.skip("needs 14 GB of address space")
+    case = make([(1, 9), (3, 12)], 4, 4, 16, 4, dtype=torch.float16)
+    far, strides = 1 << 29, {"blocks": 0, "slots": 1, "heads": 2}  # 1 << 31 is the fifth
+    if what in strides:
+        n_blocks, P, K, D = case.k_pages.shape
+        near = [P * K * D * 2, K * D * 2, D * 2, 1]
+        near[strides[what]] = far if what == "blocks" else (1 << 30) + (1 << 29)  # three times that is beyond 31 bits
+        if what == "blocks":
+            assert n_blocks * far < memory.numel()
+        views = [memory.as_strided((n_blocks, P, K, D), near, 64 + i * D) for i in range(2)]
+        views[0].copy_(case.k_pages)
+        views[1].copy_(case.v_pages)
+        case.k_pages, case.v_pages = views
+    else:
+        near = [(1 << 30) + (1 << 29), 32, 1] if what == "queries" else [64, (1 << 30) + (1 << 29), 1]
+        q = memory.as_strided(case.q.shape, near, 64)
+        q.copy_(case.q)
+        case.q = q
+    check(case, "triton")
+
+
+# The host's part
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=20), st.integers(1, 64))
+@settings(deadline=None, max_examples=200)
+def test_tiles_cover_every_token_once(query_lens, tokens_a_tile):
+    pytest.importorskip("triton", reason="needs the package triton, which exists for Linux")
+    from minillm.kernels.paged_attention import tiles
+
+    covered = []
+    for sequence, first, row in zip(*tiles(query_lens, tokens_a_tile), strict=True):
+        n = min(tokens_a_tile, query_lens[sequence] - first)
+        assert n >= 1 and row == sum(query_lens[:sequence]) + first
+        covered += range(row, row + n)
+    assert covered == list(range(sum(query_lens)))
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none here")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("D", [64, 80, 128, 256])
+@pytest.mark.parametrize("sequences", [*BATCHES.values(), [(1, 5000), (1, 9), (1, 2048)], [(512, 4096), (1, 3000)]], ids=str)
+def test_kernel_on_the_gpu(sequences, D, dtype):
+    for (H, K), P in zip((*HEADS.values(), (32, 8)), (1, 3, 16, 16), strict=True):
+        check(make(sequences, H, K, D, P, dtype=dtype, device="cuda"), "triton")
