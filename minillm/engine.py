@@ -19,6 +19,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from minillm.flash import why_not_triton
 from minillm.generate import check_request
 from minillm.model import Decoder
 from minillm.paged import BlockTable, PagedBatch, PagedKVCache
@@ -166,11 +167,12 @@ class Engine:
         """
         if not samplings:
             raise ValueError("samplings is empty; give one Sampling (or None for greedy) for each completion.")
-        checked = [check_request(self.model, prompt_ids, max_new_tokens, sampling, stop_ids) for sampling in samplings]
+        ids, stop = check_request(self.model, prompt_ids, max_new_tokens, samplings[0], stop_ids)
         requests: list[Request] = []
-        for (ids, stop), sampling in zip(checked, samplings, strict=True):
+        for sampling in samplings:
+            check_request(self.model, ids, max_new_tokens, sampling, stop)
             parent = requests[0] if requests else None
-            requests.append(Request(self._next_id + len(requests), ids, max_new_tokens, stop, sampling, parent))
+            requests.append(Request(self._next_id + len(requests), list(ids), max_new_tokens, stop, sampling, parent))
         for request in requests:
             if max_new_tokens == 0:
                 self._ended.append((request, "length", None))
@@ -179,7 +181,7 @@ class Engine:
         self._next_id += len(requests)
         for request in requests:
             self._times[request.id] = _Times(self.clock.now() if arrival is None else arrival)
-            if request.sampling is not None:
+            if request.sampling is not None and max_new_tokens > 0:
                 self._generators[request.id] = request.sampling.generator(self.model.device)
         return [request.id for request in requests]
 
@@ -209,39 +211,41 @@ class Engine:
         plan = self.scheduler.schedule()
         if plan.work:
             try:
-                logits = self._forward(plan)
+                logits, best = self._forward(plan)
             except Exception as error:  # out of memory, say: whose fault it was can't be told, so all who took part end
                 for request, _ in plan.work:
                     self._end(request, "aborted", f"{type(error).__name__}: {error}")
             else:
                 self._record(plan, start)
-                self._produce(plan, logits)
+                self._produce(plan, logits, best)
         if self.config.policy == "static" and self.scheduler.running:
             return []  # the answers of a static batch come together
         ended, self._ended = self._ended, []
         return [self._completion(*item) for item in ended]
 
-    def _forward(self, plan: Plan) -> Tensor:
-        """Compute the plan's tokens; returns the logits (n_requests, V) after the last token of each."""
+    def _forward(self, plan: Plan) -> tuple[Tensor, list[int]]:
+        """Compute the plan's tokens; returns the logits (n_requests, V) after the last token of each, and the likeliest
+        next tokens. These are needed at once, so a GPU is done when this returns."""
         tables, n_new = [request.table for request, _ in plan.work], [n for _, n in plan.work]
         self.cache.copy(plan.copies)
         ids = [request.ids[request.table.n_tokens : request.table.n_tokens + n] for request, n in plan.work]
         if self._graphs is not None and max(n_new) == 1:
-            return self._graphs.run(tables, [i for (i,) in ids])
-        tokens = torch.tensor([list(chain(*ids))], device=self.model.device)  # (1, N)
-        hidden = self.model.hidden(tokens, self.cache.batch(tables, n_new))[0]
-        last = torch.tensor(n_new, device=hidden.device).cumsum(0) - 1
-        return self.model.head(hidden[last])
+            logits = self._graphs.run(tables, [i for (i,) in ids])
+        else:
+            tokens = torch.tensor([list(chain(*ids))], device=self.model.device)  # (1, N)
+            hidden = self.model.hidden(tokens, self.cache.batch(tables, n_new))[0]
+            last = torch.tensor(n_new, device=hidden.device).cumsum(0) - 1
+            logits = self.model.head(hidden[last])
+        return logits, logits.argmax(-1).tolist()
 
-    def _produce(self, plan: Plan, logits: Tensor) -> None:
+    def _produce(self, plan: Plan, logits: Tensor, best: list[int]) -> None:
         """Give a token to every request that has computed all it had."""
-        greedy = logits.argmax(-1).tolist()
-        for (request, _), row, best in zip(plan.work, logits, greedy, strict=True):
+        for (request, _), row, likeliest in zip(plan.work, logits, best, strict=True):
             self.scheduler.manager.remember(request.table, request.ids)
             if request.n_pending == 0:
                 started = self.scheduler.fork(request) if len(request.ids) == request.n_prompt else []
                 for each in (request, *started):  # samples of one prompt start from the same logits
-                    self._add_token(each, row, best)
+                    self._add_token(each, row, likeliest)
 
     def _add_token(self, request: Request, logits: Tensor, best: int) -> None:
         try:
@@ -306,6 +310,8 @@ class _DecodeGraphs:
     def __init__(self, model: Decoder, cache: PagedKVCache, max_seqs: int):
         if cache.k.device.type != "cuda":
             raise ValueError(f"cuda_graphs needs a model on a CUDA device; this one is on {cache.k.device}. Leave it off.")
+        if cache.backend not in ("auto", "triton") or why_not_triton(cache.k[0, 0], 1.0):
+            raise ValueError("cuda_graphs needs the backend 'triton', whose launches do not depend on the numbers; leave it off.")
         self._model, self._cache = model, cache
         self._sizes = sorted({min(2**i, max_seqs) for i in range(max_seqs.bit_length() + 1)})
         limit = min(cache.manager.allocator.n_blocks, -(-model.config.max_seq_len // cache.manager.block_size))

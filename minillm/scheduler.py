@@ -120,12 +120,14 @@ class Scheduler:
                     budget -= n
                     break
         may_admit &= self.preemptions == preempted_before  # else the victim might walk in again at once
-        while may_admit and budget and len(self.running) < self.max_seqs:
+        while may_admit and (budget or self.policy == "static") and len(self.running) < self.max_seqs:
             request = next((r for r in self.waiting if r.parent is None), None)
-            if request is None or not (n := self._admit(request, budget)):
+            n = self._admit(request, budget) if request else None
+            if n is None:
                 break
-            plan[request] = n
-            budget -= n
+            if n:
+                plan[request] = n
+                budget -= n
         return Plan(sorted(plan.items(), key=lambda item: item[0].n_pending > 1), copies)
 
     def _share(self, request: Request, budget: int) -> int:
@@ -133,13 +135,14 @@ class Scheduler:
         n = min(request.n_pending, budget)
         return n if self.chunked_prefill or n == request.n_pending else 0
 
-    def _admit(self, request: Request, budget: int) -> int:
-        """Let a waiting request in, if the blocks for all that it has to compute are there: its tokens for this step, or 0."""
+    def _admit(self, request: Request, budget: int) -> int | None:
+        """Let a waiting request in, if the blocks for all that it has to compute are there: its tokens for this step, or None
+        if it has to wait. A static batch is full from the start; those beyond the budget begin in the next step, with 0 now."""
         request.table = self.manager.start(request.ids)
         n = self._share(request, budget)
-        if not n or self.manager.needed(request.table, request.n_pending) > self.manager.n_available:
+        if (not n and self.policy == "continuous") or self.manager.needed(request.table, request.n_pending) > self.manager.n_available:
             self.manager.release(request.table)
-            return 0
+            return None
         self.hit_tokens += request.table.n_tokens
         self.manager.reserve(request.table, n)  # nothing to copy: a prefix from the cache ends with a full block
         self.waiting.remove(request)

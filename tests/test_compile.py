@@ -42,11 +42,10 @@ def launch(name: str, dtype: torch.dtype, D: int, *, causal: bool = True, T: int
     return launches[("delta", "dkv", "dq").index(name)]
 
 
-def fits(call: Launch, capability: int, *, spills: bool = False) -> Binary:
+def fits(call: Launch, capability: int, *, spilled_bytes: int = 0) -> Binary:
     binary = compile_for(call, capability)
     assert binary.shared_bytes <= SHARED_LIMIT[capability]
-    assert binary.registers <= 255
-    assert spills or binary.spilled_bytes == 0, f"{binary.spilled_bytes} bytes spilled, {binary.registers} registers"
+    assert binary.spilled_bytes <= spilled_bytes, f"{binary.spilled_bytes} bytes spilled, {binary.registers} registers"
     return binary
 
 
@@ -59,9 +58,12 @@ def matrix_instructions(binary: Binary) -> set[str]:
 @pytest.mark.parametrize(
     ("dtype", "D"),  # float16 compiles to the same but for the type's name: two sizes will do
     [*itertools.product((FP32, BF16), (16, 32, 64, 96, 128, 256)), (FP16, 64), (FP16, 128)],
+    ids=str,
 )
 def test_defaults(dtype, D, name, capability):
-    binary = fits(launch(name, dtype, D), capability)
+    # In float32 ptxas may put two or three numbers aside far below 255 registers, where it prefers more blocks a processor.
+    binary = fits(launch(name, dtype, D), capability, spilled_bytes=16 if dtype == FP32 else 0)
+    assert binary.spilled_bytes == 0 or binary.registers <= 128
     if dtype == FP32:  # exact: no matrix instruction takes float32 without rounding it to TF32
         assert not matrix_instructions(binary) and "tf32" not in binary.ptx
         assert "fma.rn.f32" in binary.ptx
@@ -107,7 +109,7 @@ def test_configurations_to_choose_from(name, D, i, capability):
     assert chosen.kwargs.keys() <= call.arguments.keys()
     call.arguments.update(chosen.kwargs)
     call.options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
-    assert matrix_instructions(fits(call, capability, spills=True))
+    assert matrix_instructions(fits(call, capability, spilled_bytes=4096))
 
 
 def test_the_tuner_knows_its_keys():
@@ -133,10 +135,9 @@ def rounding_kernel(X, OUT):
 
 def test_spills_and_rounding_would_be_seen():
     """Otherwise the tests above could not fail."""
-    call = launch("dkv", BF16, 128)
-    call.arguments.update(BLOCK_T=128, BLOCK_S=128)
-    call.options = {"num_warps": 4, "num_stages": 1}
-    assert compile_for(call, 80).spilled_bytes > 0
+    call = launch("dq", BF16, 64)
+    call.options = {"num_warps": 1, "num_stages": 1}
+    assert compile_for(call, 80).spilled_bytes > 100
     x = torch.empty(32, 32, device="meta")
     for capability in SHARED_LIMIT:
         rounded = compile_for(Launch(rounding_kernel, {"X": x, "OUT": x}, {"num_warps": 4}), capability)

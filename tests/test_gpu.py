@@ -1,12 +1,19 @@
-"""On a CUDA device: the same tokens as on the CPU, and bfloat16 no worse than plain PyTorch in bfloat16."""
+"""On a CUDA device: the same tokens as on the CPU, and the kernels by flash-attn's criterion, in bfloat16 too."""
 
 import pytest
 import torch
+from plain_attention import at_most_twice, check_gradients, check_output, double, formula, inputs, log_sum_exp
+from test_kernels import DIMS, FEWER_KEYS, MORE_KEYS, SAME, cases, check_far, grid
+from torch import Tensor
 
 import minillm
 from minillm import KVCache, generate
 from minillm.attention import BACKENDS, attention
+from minillm.kernels.flash_decode import flash_decode
+from minillm.kernels.flash_forward import flash_forward
 
+DEVICE, LONGEST = "cuda", 16384
+LOW = (torch.bfloat16, torch.float16)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none here")]
 
 
@@ -30,13 +37,106 @@ def test_auto_is_bfloat16_on_the_gpu(default):
     assert (exact - rounded).abs().max() < 0.05 * exact.abs().max()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["auto", "tiled", "sdpa"])
+@pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize(("T", "S"), [(1, 513), (64, 64), (113, 203)])
-def test_attention_in_low_precision(dtype, T, S):
-    """flash-attn's criterion: at most twice the error of plain PyTorch in the same dtype."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, n, heads, 64, device="cuda") for n, heads in ((T, 8), (S, 2), (S, 2)))
-    exact = attention(q, k, v, backend="reference")
-    low = [x.to(dtype) for x in (q, k, v)]
-    plain = (attention(*low, backend="reference").float() - exact).abs().max()
-    assert (attention(*low, backend="sdpa").float() - exact).abs().max() <= 2 * plain + 1e-5
+def test_attention_in_low_precision(backend, dtype, T, S):
+    q, k, v, _ = inputs(T, S, 8, 2, 64, dtype=dtype, device=DEVICE)
+    check_output(lambda q, k, v, causal, scale: attention(q, k, v, causal=causal, scale=scale, backend=backend), q, k, v, True)
+
+
+def triton(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    return attention(q, k, v, causal=causal, scale=scale, backend="triton")
+
+
+def gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    return torch.autograd.grad(triton(*leaves, causal, scale), leaves, grad)
+
+
+@cases(grid([*SAME, *MORE_KEYS, *FEWER_KEYS], DIMS, (*LOW, torch.float32)))
+def test_forward(T, S, H, K, D, dtype, causal):
+    """In float32 the plain product is exact, not TF32, so that a TF32 in the kernel would show."""
+    q, k, v, _ = inputs(T, S, H, K, D, dtype=dtype, device=DEVICE)
+    out, lse = flash_forward(q, k, v, causal, D**-0.5)
+    at_most_twice("output", out, formula(q, k, v, causal, D**-0.5), formula(*double(q, k, v), causal, D**-0.5))
+    torch.testing.assert_close(lse.double(), log_sum_exp(q, k, causal, D**-0.5), atol=1e-5, rtol=1e-6)
+
+
+@cases(grid([*SAME, *MORE_KEYS, *FEWER_KEYS], DIMS, (*LOW, torch.float32)))
+def test_backward(T, S, H, K, D, dtype, causal):
+    q, k, v, grad = inputs(T, S, H, K, D, dtype=dtype, device=DEVICE)
+    check_gradients(gradients(q, k, v, grad, causal, D**-0.5), q, k, v, grad, causal, D**-0.5)
+
+
+@pytest.mark.parametrize("dtype", [*LOW, torch.float32])
+@pytest.mark.parametrize("D", DIMS)
+@pytest.mark.parametrize(("T", "H", "K"), [(1, 2, 2), (1, 9, 3), (1, 32, 1), (5, 6, 1), (32, 2, 2)])
+def test_decode(T, H, K, D, dtype):
+    for S, causal in ((T, True), (65, True), (300, False), (4099, True)):
+        q, k, v, _ = inputs(T, S, H, K, D, dtype=dtype, device=DEVICE)
+        check_output(flash_decode, q, k, v, causal)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize(("T", "S"), [(1024, 1024), (1500, 2111)])
+def test_lengths_that_are_tuned(T, S, D, dtype):
+    """From 1024 queries on every listed configuration is run and timed; the one that is kept must be right."""
+    q, k, v, grad = inputs(T, S, 4, 2, D, B=1, dtype=dtype, device=DEVICE)
+    check_output(triton, q, k, v, True)
+    check_gradients(gradients(q, k, v, grad, True, D**-0.5), q, k, v, grad, True, D**-0.5)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("D", [64, 128])
+def test_long_sequences(D, dtype):
+    """16,384 tokens. The formula computes the last 128 queries alone, and the gradient comes from them alone."""
+    q, k, v, grad = inputs(LONGEST, LONGEST, 4, 2, D, B=1, dtype=dtype, device=DEVICE)
+    scale, last = D**-0.5, slice(LONGEST - 128, None)
+    few = q[:, last], k, v
+    exact, plain = formula(*double(*few), True, scale), formula(*few, True, scale)
+    at_most_twice("output", triton(q, k, v, True, scale)[:, last], plain, exact)
+    at_most_twice("decode", flash_decode(q[:, -1:], k, v, True, scale), plain[:, -1:], exact[:, -1:])
+    grad[:, : LONGEST - 128] = 0
+    dq, dk, dv = gradients(q, k, v, grad, True, scale)
+    assert (dq[:, : LONGEST - 128] == 0).all()
+    check_gradients((dq[:, last], dk, dv), *few, grad[:, last], True, scale)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("T", [17, 200, 2000])
+def test_two_runs_give_equal_bits(T, dtype):
+    q, k, v, grad = inputs(T, 2000, 8, 2, 64, dtype=dtype, device=DEVICE)
+    runs = {
+        "forward": lambda: [triton(q, k, v, True, 0.125)],
+        "backward": lambda: gradients(q, k, v, grad, True, 0.125),
+        "decode": lambda: [triton(q[:, -1:], k, v, True, 0.125)],
+    }
+    for name, run in runs.items():
+        first = run()
+        for _ in range(3):
+            assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True)), name
+
+
+def test_huge_scores():
+    q, k, v, _ = inputs(12, 70, 4, 2, 16, device=DEVICE)
+    for kernel in (flash_decode, lambda *xs: flash_forward(*xs)[0]):
+        torch.testing.assert_close(kernel(1e4 * q, 1e4 * k, torch.ones_like(v), True, 1.0), torch.ones_like(q), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("T", [1, 100])
+def test_auto_is_triton_where_the_kernels_take_the_input(T):
+    q, k, v, _ = inputs(T, 100, 4, 2, 64, dtype=torch.bfloat16, device=DEVICE)
+    assert torch.equal(attention(q, k, v), attention(q, k, v, backend="triton"))
+    wide = inputs(T, 100, 4, 2, 264, dtype=torch.bfloat16, device=DEVICE)[:3]
+    for others, scale in ((wide, 0.1), (double(q, k, v), 0.1), ((q, k, v), -0.1)):  # what they don't take
+        expected = attention(*others, scale=scale, backend="reference")
+        torch.testing.assert_close(attention(*others, scale=scale), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("which", ["rows", "sequences"])
+def test_offsets_beyond_31_bits(which):
+    if torch.cuda.mem_get_info()[0] < 16 << 30:
+        pytest.skip("needs 16 GB of free GPU memory")
+    check_far(torch.zeros(7 << 30, dtype=torch.float16, device=DEVICE), which)

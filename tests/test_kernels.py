@@ -28,16 +28,17 @@ from minillm.kernels import flash_backward, flash_decode, flash_forward
 
 interpret = pytest.mark.interpret
 DTYPES = (torch.float32, torch.float16)
+DIMS = (64, 128, 32, 16, 80, 256, 8)
 HEADS = {"MHA": (2, 2), "GQA": (4, 2), "MQA": (3, 1)}
 SAME = [(n, n) for n in (1, 31, 64, 113, 128, 203, 217, 256)]
 MORE_KEYS = [(1, 113), (31, 256), (64, 203), (113, 203), (128, 217), (203, 256)]
 FEWER_KEYS = [(256, 64), (113, 31), (31, 1)]  # not causal: the first queries would see nothing
 
 
-def grid(lengths: list[tuple[int, int]], dims: tuple[int, ...]) -> list[Any]:
+def grid(lengths: list[tuple[int, int]], dims: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = DTYPES) -> list[Any]:
     """Every pair of lengths with every head dimension; heads, dtypes and masks take turns, so that each of their twelve
-    combinations meets each head dimension. All combinations would be twelve times as many."""
-    turns = itertools.cycle(itertools.product(HEADS, DTYPES, (True, False)))
+    combinations (two dtypes) meets each head dimension. All combinations would be twelve times as many."""
+    turns = itertools.cycle(itertools.product(HEADS, dtypes, (True, False)))
     chosen = []
     for (T, S), D in itertools.product(lengths, dims):
         name, dtype, causal = next(turns)
@@ -45,6 +46,10 @@ def grid(lengths: list[tuple[int, int]], dims: tuple[int, ...]) -> list[Any]:
         mask = "causal" if causal else "full"
         chosen.append(pytest.param(T, S, *HEADS[name], D, dtype, causal, id=f"{T}-{S}-{name}-{D}-{str(dtype)[6:]}-{mask}"))
     return chosen
+
+
+def cases(chosen: list[Any]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("T", "S", "H", "K", "D", "dtype", "causal"), chosen)
 
 
 def framed(x: Tensor) -> Tensor:
@@ -105,9 +110,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tenso
 
 
 @interpret
-@pytest.mark.parametrize(
-    ("T", "S", "H", "K", "D", "dtype", "causal"), grid([*SAME, *MORE_KEYS, *FEWER_KEYS], (64, 128, 32, 16, 80, 256, 8))
-)
+@cases(grid([*SAME, *MORE_KEYS, *FEWER_KEYS], DIMS))
 def test_forward(T, S, H, K, D, dtype, causal):
     B = 2 if T < 100 else 1
     q, k, v, _ = inputs(T, S, H, K, D, B=B, dtype=dtype)
@@ -121,12 +124,11 @@ def test_forward(T, S, H, K, D, dtype, causal):
 
 
 @interpret
-@pytest.mark.parametrize(
-    ("T", "S", "H", "K", "D", "dtype", "causal"),
+@cases(
     [
         *grid([*SAME[:6], (1, 113), (31, 203), (113, 203), (128, 64), (31, 1)], (64, 16, 80, 128, 32)),
         *grid([(1, 1), (31, 64), (113, 113), (113, 31), (64, 128), (256, 256)], (256, 8)),
-    ],
+    ]
 )
 def test_backward(T, S, H, K, D, dtype, causal):
     q, k, v, grad = inputs(T, S, H, K, D, B=2 if T < 100 else 1, dtype=dtype)
@@ -374,20 +376,8 @@ def far(shape: tuple[int, ...], strides: tuple[int, ...], memory: Tensor, offset
     return view
 
 
-@pytest.fixture
-def memory() -> Tensor:
-    """14 GB of addresses in float16, of which only the pages that are written to take memory. Offsets from the middle that
-    lose their upper 32 bits still fall inside, where they find zeros."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    try:
-        return torch.frombuffer(mmap.mmap(-1, 14 << 30, flags=flags), dtype=torch.float16)
-    except OSError:
-        pytest.skip("needs 14 GB of address space")
-
-
-@interpret
-@pytest.mark.parametrize("which", ["rows", "sequences"])
-def test_offsets_beyond_31_bits(memory, which):
+def check_far(memory: Tensor, which: str) -> None:
+    """All kernels on tensors whose rows, or sequences, begin more than 2**31 numbers apart."""
     middle = 1 << 31
     if which == "rows":  # row 256 begins 2**31 numbers from the first
         (B, N), (stride_b, stride_n) = (1, 270), (1 << 15, 1 << 23)
@@ -404,3 +394,20 @@ def test_offsets_beyond_31_bits(memory, which):
     q = far((B, 4, 2, 16), (16, 1 << 30, 64, 1), memory, middle)  # the decode kernel's rows
     few = flash_decode.flash_decode(q, k, v, True, 0.25)
     at_most_twice("decode", few, formula(q, k, v, True, 0.25), formula(*double(q, k, v), True, 0.25))
+
+
+@pytest.fixture
+def memory() -> Tensor:
+    """14 GB of addresses in float16, of which only the pages that are written to take memory. Offsets from the middle that
+    lose their upper 32 bits still fall inside, where they find zeros."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    try:
+        return torch.frombuffer(mmap.mmap(-1, 14 << 30, flags=flags), dtype=torch.float16)
+    except OSError:
+        pytest.skip("needs 14 GB of address space")
+
+
+@interpret
+@pytest.mark.parametrize("which", ["rows", "sequences"])
+def test_offsets_beyond_31_bits(memory, which):
+    check_far(memory, which)

@@ -423,8 +423,7 @@ def check_ragged(backend: str, block_size: int, sequences: list[list[int]], late
 @interpret
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_ragged_batches_through_the_triton_kernel(block_size):
-    check_ragged("triton", block_size, [[1, 1, 1], [9, 1, 1], [2, 7, 1], [33, 8, 1]], 0, 0)
-    check_ragged("triton", block_size, [[5, 1, 1], [40, 1, 1]], 1, 1)
+    check_ragged("triton", block_size, [[1, 1], [9, 1], [2, 7], [33, 8, 1]], 0, 0)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16])

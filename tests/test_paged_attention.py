@@ -4,6 +4,7 @@ Every slot that holds no token of the case holds NaN, every entry of a table bey
 """
 
 import itertools
+import math
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -238,9 +239,9 @@ def test_refused_backends(backend):
 
 def grid() -> list[Any]:
     """Every batch with every head dimension; block sizes, heads and dtypes take turns."""
-    turns = itertools.cycle(itertools.product((1, 3, 16, 64), HEADS, DTYPES))
+    turns = zip(*map(itertools.cycle, ((1, 3, 16, 64), HEADS, (*DTYPES, *reversed(DTYPES)))), strict=True)
     chosen = []
-    for (name, D), _ in itertools.product(itertools.product(BATCHES, (64, 8, 32, 80, 128)), range(2)):
+    for name, D in itertools.product(BATCHES, (64, 8, 32, 80, 128)):
         P, heads, dtype = next(turns)
         chosen.append(pytest.param(BATCHES[name], *HEADS[heads], D, P, dtype, id=f"{name}-{heads}-{D}-{P}-{str(dtype)[6:]}"))
     return chosen
@@ -253,16 +254,16 @@ def test_kernel(sequences, H, K, D, P, dtype):
 
 
 @interpret
-@pytest.mark.parametrize(("H", "K"), [(1, 1), (9, 3), (7, 1), (16, 1), (17, 1), (40, 1), (65, 1)])
+@pytest.mark.parametrize(("H", "K"), [(1, 1), (9, 3), (7, 1), (17, 1), (65, 1)])
 def test_groups_of_all_sizes(H, K):
     """Also groups that don't divide a tile's rows, and one that is larger than the usual tile."""
     check(make([(1, 20), (1, 33)], H, K, 16, 4), "triton")
-    check(make([(5, 9), (1, 20), (70, 75)] if H < 20 else [(5, 9), (1, 20)], H, K, 16, 4), "triton")
+    check(make([(5, 9), (1, 20), (20, 25)] if H < 10 else [(2, 9), (1, 20)], H, K, 16, 4), "triton")
 
 
 @interpret
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n_parts", [1, 2, 5, 100])
+@pytest.mark.parametrize("n_parts", [1, 3, 100])
 def test_parts(monkeypatch, n_parts, dtype):
     """With 100 wanted, each tile of 16 keys is a part: most lie wholly past the end of the shorter sequences, and some in the
     future of the first rows of a tile."""
@@ -270,7 +271,7 @@ def test_parts(monkeypatch, n_parts, dtype):
 
     monkeypatch.setattr(flash_decode, "_CPU_PARTS", n_parts)
     monkeypatch.setattr(paged_attention, "config", lambda *_: flash_decode.triton.Config({"BLOCK_S": 16}, num_warps=4, num_stages=1))
-    for sequences in ([(1, 1), (1, 97)], [(33, 33), (1, 80), (20, 70)], [(5, 5), (5, 21), (5, 100)]):
+    for sequences in ([(1, 1), (1, 97)], [(33, 33), (1, 80)], [(5, 5), (5, 70)]):
         case = make(sequences, 4, 2, 16, 3, dtype=dtype)
         check(case, "triton")
         case.q, case.k_pages = -30 * case.q.abs(), case.k_pages.abs()  # seen scores far below 0, where a masked one might hide
@@ -321,7 +322,7 @@ def test_what_the_kernel_refuses():
 
 
 @interpret
-@pytest.mark.parametrize("what", ["blocks", "slots", "heads", "queries", "query heads"])
+@pytest.mark.parametrize("what", ["blocks", "queries"])
 def test_offsets_beyond_31_bits(what):
     """Pages of more than 2**31 numbers, in 14 GB of addresses of which only what is written takes memory."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -330,20 +331,16 @@ def test_offsets_beyond_31_bits(what):
     except OSError:
         pytest.skip("needs 14 GB of address space")
     case = make([(1, 9), (3, 12)], 4, 4, 16, 4, dtype=torch.float16)
-    far, strides = 1 << 29, {"blocks": 0, "slots": 1, "heads": 2}  # 1 << 31 is the fifth
-    if what in strides:
+    if what == "blocks":
         n_blocks, P, K, D = case.k_pages.shape
-        near = [P * K * D * 2, K * D * 2, D * 2, 1]
-        near[strides[what]] = far if what == "blocks" else (1 << 30) + (1 << 29)  # three times that is beyond 31 bits
-        if what == "blocks":
-            assert n_blocks * far < memory.numel()
-        views = [memory.as_strided((n_blocks, P, K, D), near, 64 + i * D) for i in range(2)]
+        strides = [1 << 29, K * D * 2, D * 2, 1]
+        assert strides[0] * n_blocks < memory.numel()
+        views = [memory.as_strided((n_blocks, P, K, D), strides, 64 + i * D) for i in range(2)]
         views[0].copy_(case.k_pages)
         views[1].copy_(case.v_pages)
         case.k_pages, case.v_pages = views
     else:
-        near = [(1 << 30) + (1 << 29), 32, 1] if what == "queries" else [64, (1 << 30) + (1 << 29), 1]
-        q = memory.as_strided(case.q.shape, near, 64)
+        q = memory.as_strided(case.q.shape, [1 << 30, 32, 1], 64)
         q.copy_(case.q)
         case.q = q
     check(case, "triton")
@@ -364,6 +361,51 @@ def test_tiles_cover_every_token_once(query_lens, tokens_a_tile):
         assert n >= 1 and row == sum(query_lens[:sequence]) + first
         covered += range(row, row + n)
     assert covered == list(range(sum(query_lens)))
+
+
+# Compiled for GPUs that need not be here
+
+
+def kernel_call(sequences: Sequences, H: int, K: int, D: int, dtype: torch.dtype) -> Any:
+    """What the package would launch; the pages' contents don't matter."""
+    from gpu_compiler import recorded
+
+    from minillm.kernels import flash_decode, paged_attention
+
+    q = torch.empty(sum(T for T, _ in sequences), H, D, dtype=dtype)
+    pages = torch.empty(64, 16, K, D, dtype=dtype)
+    query_lens, seq_lens = (list(x) for x in zip(*sequences, strict=True))
+    rows = paged_attention.rows_of_a_tile(max(query_lens), H // K, dtype)
+    tiles = torch.tensor(paged_attention.tiles(query_lens, rows // (H // K)), dtype=torch.int32)
+    lens, tables = torch.tensor([seq_lens, query_lens], dtype=torch.int32), torch.zeros(len(sequences), 64, dtype=torch.int32)
+    with recorded(paged_attention) as launches, recorded(flash_decode):
+        paged_attention.paged_forward(q, pages, pages, tables, *lens, tiles, rows, max(seq_lens), 0.1)
+    (launch,) = launches
+    assert launch.arguments["BLOCK_R"] == rows
+    return launch
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("sequences", "H"), [([(1, 700), (1, 90)], 4), ([(1, 10)], 4), ([(100, 700), (1, 90)], 4), ([(9, 9)], 4), ([(1, 700)], 64)],
+    ids=["decode", "decode, one part", "mixed", "prompt, one part", "MQA, 64 heads"],
+)  # fmt: skip
+def test_compiled(sequences, H, dtype, D, capability):
+    """It fits, spills nothing that matters, and float32 stays float32 while the others use matrix instructions."""
+    pytest.importorskip("triton", reason="needs the package triton, which exists for Linux")
+    from gpu_compiler import SHARED_LIMIT, compile_for
+
+    launch = kernel_call(sequences, H, 1, D, dtype)
+    binary = compile_for(launch, capability)
+    assert binary.shared_bytes <= SHARED_LIMIT[capability] and binary.registers <= 255
+    # 64 rows in float32 don't fit into the registers: right, and slow. ptxas may park a number or two though registers are left.
+    allowed = math.inf if H > 16 and dtype == torch.float32 else 16 if binary.registers < 128 else 0
+    assert binary.spilled_bytes <= allowed, f"{binary.spilled_bytes} bytes spilled, {binary.registers} registers"
+    matrix = "mma.sync" in binary.ptx or "wgmma.mma_async" in binary.ptx
+    assert matrix == (dtype != torch.float32) and "tf32" not in binary.ptx
 
 
 # On a GPU
