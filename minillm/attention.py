@@ -99,8 +99,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor
         # Decode. The newest token sees every key, so no mask; and the G query heads that share a key/value head can
         # stand as G rows of one small matrix, so nothing is expanded: (B, K, G, D).
         return F.scaled_dot_product_attention(q.reshape(B, K, H // K, D), k, v, scale=scale).reshape(B, 1, H, D)
-    mask = causal_mask(T, S, q.device) if causal and S > T else None
+    own_mask = causal and S == T and scale > 0  # PyTorch scales its own mask's -inf, too: NaN unless the scale is positive
+    mask = causal_mask(T, S, q.device) if causal and not own_mask else None
     out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k, v, attn_mask=mask, is_causal=causal and S == T, scale=scale, enable_gqa=H != K
+        q.transpose(1, 2), k, v, attn_mask=mask, is_causal=own_mask, scale=scale, enable_gqa=H != K
     )
     return out.transpose(1, 2)

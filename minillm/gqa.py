@@ -61,7 +61,7 @@ def _merge(rows: Tensor, n: int, d_head: int, method: str) -> Tensor:
     """Rows (K * D, …) of one projection to (n * D, …)."""
     groups = rows.unflatten(0, (n, -1, d_head))  # (n, K/n, D, …)
     if method == "mean":
-        return groups.float().mean(1).to(rows.dtype).flatten(0, 1)
+        return groups.to(torch.promote_types(rows.dtype, torch.float32)).mean(1).to(rows.dtype).flatten(0, 1)
     if method == "first":
         return groups[:, 0].flatten(0, 1)
     return torch.randn_like(groups[:, 0]).mul_(0.02).flatten(0, 1)  # the deviation `Linear` starts with

@@ -1,12 +1,16 @@
 """The arithmetic claims of the source articles that the lessons examine, by number, each with its verdict."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
-from minillm import Hardware, ModelConfig, costs
+from minillm import Decoder, Engine, EngineConfig, Hardware, ModelConfig, costs
 from minillm.config import PRESETS
+from minillm.fragmentation import simulate
 from minillm.hardware import roofline_seconds
+from minillm.metrics import AZURE_OUTPUT, AZURE_PROMPT, VirtualClock, draw_length, step_seconds
+from minillm.paged import BlockManager
 
 GB, GiB = 10**9, 2**30
 
@@ -155,6 +159,70 @@ def test_claim_15_the_cache_grows_linearly(name):
         for seq_len in (1, 2, 1000, 2048):
             assert costs.kv_cache_bytes(config, batch, seq_len, "fp16") == batch * seq_len * costs.kv_bytes_per_token(config, "fp16")
     assert costs.kv_cache_bytes(config, 0, 9, "fp16") == costs.kv_cache_bytes(config, 9, 0, "fp16") == 0
+
+
+def azure_trace(n: int) -> list[tuple[int, int]]:
+    generator = random.Random(0)
+    return [(draw_length(AZURE_PROMPT, generator), draw_length(AZURE_OUTPUT, generator)) for _ in range(n)]
+
+
+def test_claim_21_a_fifth_to_three_eighths_of_the_reserved_cache_was_used():
+    """20–38% of the reserved cache held tokens. So it is when the reservation is 1.0 to 1.7 times the longest; paging: 98%."""
+    longest = AZURE_PROMPT[-1][1] + AZURE_OUTPUT[-1][1]
+
+    def used(policy: str, max_len: int) -> float:
+        samples = simulate(azure_trace(300), policy, n_slots=1 << 17, max_len=max_len, n_steps=300)
+        return sum(s.used for s in samples) / sum(s.used + s.reserved + s.internal for s in samples)
+
+    shares = [used("max", n) for n in (longest, 5120, 8192)]
+    assert shares == pytest.approx([0.37, 0.34, 0.20], abs=0.01)
+    assert used("paged", longest) > 0.98
+
+
+def test_claim_22_paging_wastes_less_than_a_block_a_sequence():
+    """No external fragments, and at most P - 1 slots a sequence inside. Exactly; half a block on average."""
+    samples = simulate(azure_trace(300), "paged", n_slots=1 << 17, max_len=5120, block_size=16, n_steps=300)
+    assert all(s.external == s.reserved == 0 and s.internal <= 15 * s.running for s in samples)
+    assert sum(s.internal for s in samples) / sum(s.running for s in samples) == pytest.approx(7.5, abs=0.5)
+    others = simulate(azure_trace(300), "oracle", n_slots=1 << 17, max_len=5120, n_steps=300)
+    assert sum(s.external for s in others) / len(others) > 0.05 * (1 << 17)  # even when every length is known ahead
+    # Of OPT-13B at most 15 · 800 KiB, 12 MB: what 15 tokens take, whatever the sequence's length.
+    assert 15 * costs.kv_bytes_per_token(PRESETS["opt-13b"], "float16") == 12_288_000
+
+
+def test_claim_23_samples_share_the_blocks_of_their_prompt():
+    """Parallel samples share their prompt's blocks. All that are full; four answers of 100 to 1000 tokens take 91 blocks, not 276."""
+
+    def blocks(n_prompt: int, n_new: int, n_samples: int) -> int:
+        manager = BlockManager(1000, 16, prefix_caching=False)
+        first = manager.start([0] * n_prompt)
+        manager.reserve(first, n_prompt)
+        first.n_tokens = n_prompt
+        for table in [first, *(manager.fork(first) for _ in range(n_samples - 1))]:
+            for _ in range(n_new):
+                manager.reserve(table, 1)
+                table.n_tokens += 1
+        return 1000 - manager.n_available
+
+    assert (blocks(1000, 100, 4), 4 * blocks(1000, 100, 1)) == (62 + 4 * 7, 276)
+    for n_prompt, n_new, n in ((16, 16, 3), (17, 1, 5), (160, 40, 2), (1, 33, 8)):
+        shared = n_prompt // 16
+        assert blocks(n_prompt, n_new, n) == shared + n * (-(-(n_prompt + n_new) // 16) - shared)
+
+
+def test_claim_25_latency_is_ttft_and_the_steps_after_it():
+    """TTFT = queue + prefill + one decode, latency = TTFT + TPOT · tokens. Off by one: the prefill gives the first token."""
+    a100, llama = Hardware.preset("a100-80gb"), ModelConfig.preset("llama-2-7b")
+    tiny = Decoder(ModelConfig(n_layers=1, d_model=8, n_heads=1, n_kv_heads=1, d_head=8, d_ff=8, vocab_size=9, max_seq_len=64))
+    clock = VirtualClock(llama, a100)
+    engine = Engine(tiny, EngineConfig(n_blocks=9, max_seqs=1, prefix_caching=False), clock=clock)
+    for _ in range(2):
+        engine.submit([1] * 40, 11)
+    first, second = engine.run().values()
+    prefill = step_seconds(llama, a100, 40, 0, 40, "float16")
+    decodes = [step_seconds(llama, a100, 0, 1, 40 + i, "float16") for i in range(1, 11)]
+    assert first.ttft == pytest.approx(prefill) and second.ttft == pytest.approx(first.latency + prefill)
+    assert first.latency == pytest.approx(prefill + sum(decodes)) == pytest.approx(first.ttft + first.tpot * 10)
 
 
 def test_claim_37_flops_grew_faster_than_memory():

@@ -8,15 +8,42 @@ import pytest
 import torch
 from conftest import BACKEND_PARAMETERS, tiny_config
 
-from minillm import Decoder, KVCache, Sampling, Tokenizer
+from minillm import Decoder, Engine, EngineConfig, KVCache, Sampling, Tokenizer
 from minillm.attention import BACKENDS
 from minillm.generate import decode, generate, prefill
 from minillm.kv_cache import NoCache
+from minillm.paged import BACKENDS as PAGED_BACKENDS
+
+
+def served(model: Decoder, ids: list[int], n: int, *, sampling: Sampling | None = None, case: str = "", **options: object) -> list[int]:
+    """By the engine: alone, or with what `case` says."""
+    most = len(ids) + n - 1
+    if case == "preempted":  # the pool holds little more than one of three
+        options |= {"n_blocks": -(-most // 2) + 2, "max_seqs": 3, "prefix_caching": False}
+    engine = Engine(model, EngineConfig(**({"n_blocks": 200, "block_size": 2, "max_seqs": 3} | options)))
+    others = [(ids[::-1], n + 3), ([7] * 11, 5), (ids[: len(ids) // 2 + 1], 9)] if case == "with strangers" else []
+    others = [([*ids, 1][-len(ids) :], n)] * 2 if case == "preempted" else others
+    for prompt, length in others:
+        engine.submit(prompt, length, sampling=sampling)
+    request = engine.submit(ids, n, sampling=sampling)
+    if case == "seen before":
+        engine.run()
+        request = engine.submit(ids, n, sampling=sampling)
+    completions = engine.run()
+    assert len(completions) == len(others) + 1
+    assert (engine.stats.preemptions > 0) == (case == "preempted" and n > 4)
+    assert engine.stats.prefix_hit_tokens == (len(ids) - 1) // 2 * 2 or case != "seen before"
+    return completions[request].tokens
+
 
 # Every technique that must not change a token: a name and how it continues `ids` by `n` tokens. New ones add a line.
 TECHNIQUES: dict[str, Callable[[Decoder, list[int], int], list[int]]] = {
     **{f"no cache, {backend}": partial(generate, use_cache=False, backend=backend) for backend in BACKENDS},
     **{f"KV cache, {backend}": partial(generate, backend=backend) for backend in BACKENDS},
+    **{f"paged, {backend}": partial(served, backend=backend) for backend in PAGED_BACKENDS},
+    **{f"paged, {case}": partial(served, case=case) for case in ("seen before", "with strangers", "preempted")},
+    "paged, in chunks": partial(served, max_batch_tokens=3, block_size=16),
+    "static batch": partial(served, case="with strangers", policy="static"),
 }
 # Those of the Triton kernels run in the interpreter here, and answer with a few tokens.
 TECHNIQUE_PARAMETERS = [pytest.param(name, marks=pytest.mark.interpret) if "triton" in name else name for name in TECHNIQUES]
@@ -69,7 +96,7 @@ def default_answers(default: tuple[Decoder, Tokenizer]) -> Callable[[str, int], 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_matrix_on_the_default_checkpoint(default, default_answers, technique, prompt):
     model, tokenizer = default
-    n = {"no cache, triton": 2, "KV cache, triton": 4}.get(technique, 24)
+    n = {"no cache, triton": 2, "KV cache, triton": 4, "paged, triton": 4}.get(technique, 24)
     assert TECHNIQUES[technique](model, tokenizer.encode(prompt), n) == default_answers(prompt, n)
 
 
@@ -91,8 +118,8 @@ class Forgetful(KVCache):
         self.bug = bug
 
     def positions(self, n_new):
-        start, end = super().positions(n_new)
-        return (0, n_new) if self.bug == "positions" else (start, end)
+        positions = super().positions(n_new)
+        return range(n_new) if self.bug == "positions" else positions
 
     def advance(self, n_new):
         super().advance(0 if self.bug == "overwrites" and self.length else n_new)

@@ -141,7 +141,6 @@ def test_as_many_heads_as_before_is_the_same_model(changes, method):
     assert torch.equal(merge_kv_heads(model, 4, method=method)(tokens), model(tokens))
 
 
-@pytest.mark.xfail(strict=True, reason="the mean is taken in float32")
 def test_as_many_heads_as_before_in_float64():
     model = lively().double()
     for p in model.parameters():

@@ -125,7 +125,7 @@ class ListCache:
         self.length = 0
 
     def positions(self, n_new):
-        return self.length, self.length + n_new
+        return range(self.length, self.length + n_new)
 
     def attend(self, layer, q, k, v):
         if layer in self.past:
