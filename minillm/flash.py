@@ -165,8 +165,8 @@ def triton_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
-    """The kernels take any strides except in the last dimension."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """The kernels take any strides except in the last dimension, and count from head to head in 32 bits."""
+    return x if x.stride(-1) == 1 and x.stride(-2) * x.shape[-2] < 2**31 else x.contiguous()
 
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None

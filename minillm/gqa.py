@@ -90,6 +90,7 @@ def uptrain(model: Decoder, batches: Iterable[Tensor], *, lr: float) -> list[flo
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
+    optimizer.zero_grad()  # the gradients are of no more use, and as large as the model
     for parameter, required in learned:
         parameter.requires_grad_(required)
     return losses

@@ -26,25 +26,35 @@ def check_pool(manager: BlockManager, tables: Iterable[BlockTable]) -> None:
 
 
 class Memory:
-    """Pages that hold tokens where the real ones hold keys and values."""
+    """Pages that hold tokens where the real ones hold keys and values; and like those, what a slot holds depends on all the
+    tokens before it, so that the right tokens after the wrong ones are wrong."""
 
     def __init__(self, block_size: int):
         self.block_size = block_size
-        self.slots: dict[tuple[int, int], int] = {}
+        self.slots: dict[tuple[int, int], tuple[int, int]] = {}  # (block, slot) -> (token, a number for it and all before it)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """All blocks are read before one is written, as `PagedKVCache.copy` does it."""
-        read = [{s: self.slots.get((source, s)) for s in range(self.block_size)} for source, _ in pairs]
+        read = [{s: self.slots[source, s] for s in range(self.block_size) if (source, s) in self.slots} for source, _ in pairs]
         for (_, target), contents in zip(pairs, read, strict=True):
-            self.slots |= {(target, s): token for s, token in contents.items()}
+            self.slots |= {(target, s): content for s, content in contents.items()}
 
     def append(self, table: BlockTable, tokens: Sequence[int]) -> None:
+        number = self.slots[self._slot(table, table.n_tokens - 1)][1] if table.n_tokens else hash(())
         for token in tokens:
-            self.slots[self._slot(table, table.n_tokens)] = token
+            number = hash((number, int(token)))
+            self.slots[self._slot(table, table.n_tokens)] = token, number
             table.n_tokens += 1
 
     def read(self, table: BlockTable) -> list[int | None]:
-        return [self.slots.get(self._slot(table, i)) for i in range(table.n_tokens)]
+        """The sequence's tokens; None from where on they were computed after others than these."""
+        tokens: list[int | None] = []
+        number = hash(())
+        for i in range(table.n_tokens):
+            token, stored = self.slots.get(self._slot(table, i), (None, None))
+            number = None if token is None or number is None else hash((number, int(token)))
+            tokens.append(token if number is not None and number == stored else None)
+        return tokens
 
     def _slot(self, table: BlockTable, i: int) -> tuple[int, int]:
         return table.blocks[i // self.block_size], i % self.block_size

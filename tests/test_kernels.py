@@ -400,7 +400,7 @@ def check_far(memory: Tensor, which: str) -> None:
 def memory() -> Tensor:
     """14 GB of addresses in float16, of which only the pages that are written to take memory. Offsets from the middle that
     lose their upper 32 bits still fall inside, where they find zeros."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's; Python names it from 3.12 on
     try:
         return torch.frombuffer(mmap.mmap(-1, 14 << 30, flags=flags), dtype=torch.float16)
     except OSError:

@@ -210,7 +210,7 @@ class Manager(RuleBasedStateMachine):
         for table, ids in self.sequences:
             assert self.memory.read(table) == ids[: table.n_tokens]
         for (_, tokens), known in self.manager._known.items():
-            assert tuple(self.memory.slots[known.block, s] for s in range(self.size)) == tokens
+            assert tuple(self.memory.slots[known.block, s][0] for s in range(self.size)) == tokens
 
     def teardown(self):
         for table, _ in getattr(self, "sequences", []):

@@ -72,6 +72,8 @@ class FakeEngine:
                 slot = table.blocks[i // size], i % size
                 assert slot not in written and self.manager.allocator.holders(slot[0]) == 1
                 written.add(slot)
+        targets = [target for _, target in plan.copies]
+        assert len(set(targets)) == len(targets) and set(targets) <= {slot[0] for slot in written}, "copies for whoever is there"
         return plan
 
     def step(self) -> None:
