@@ -328,6 +328,24 @@ def test_a_block_whose_predecessor_was_evicted_is_not_found():
     assert manager.start([1, 2, 3, 4, 5]).blocks == c.blocks[:1]
 
 
+def test_a_number_of_a_prefix_is_never_used_again():
+    """Of three blocks the last is left; what is stored next must not be taken for its predecessor."""
+    manager = BlockManager(6, 2)
+    table = stored(manager, [1, 2, 3, 4, 5, 6], release=False)
+    third = table.blocks[2]
+    manager.release(table)
+    manager._idle.move_to_end(third)  # as if it had been used later
+    manager.reserve(table := manager.start([9] * 10), 10)
+    manager.release(table)
+    assert list(manager._of_block) == [third]
+    for i in range(10, 14):
+        stored(manager, [i, i, 0])
+        table = manager.start([i, i, 5, 6, 0])
+        assert len(table.blocks) == 1
+        manager.release(table)
+    assert third in manager._of_block
+
+
 def test_copy_on_write():
     manager = BlockManager(8, 4)
     a = manager.start([1] * 6)
