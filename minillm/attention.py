@@ -101,7 +101,5 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor
         return F.scaled_dot_product_attention(q.reshape(B, K, H // K, D), k, v, scale=scale).reshape(B, 1, H, D)
     own_mask = causal and S == T and scale > 0  # PyTorch scales its own mask's -inf, too: NaN unless the scale is positive
     mask = causal_mask(T, S, q.device) if causal and not own_mask else None
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k, v, attn_mask=mask, is_causal=own_mask, scale=scale, enable_gqa=H != K
-    )
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, is_causal=own_mask, scale=scale, enable_gqa=H != K)
     return out.transpose(1, 2)

@@ -216,7 +216,7 @@ def bench_prefill(device: torch.device) -> list[Path]:
 def _attention_peers(device: torch.device) -> dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]]:
     """Functions of q (B, N, H, D), k, v and causal, ours first. On a CPU all are backends of this package."""
     if device.type != "cuda":
-        return {name: lambda q, k, v, c, name=name: attention(q, k, v, causal=c, backend=name) for name in ("sdpa", "tiled", "reference")}
+        return {name: lambda q, k, v, c, name=name: attention(q, k, v, causal=c, backend=name) for name in ("sdpa", "reference")}
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
