@@ -61,9 +61,7 @@ def matrix_instructions(binary: Binary) -> set[str]:
     ids=str,
 )
 def test_defaults(dtype, D, name, capability):
-    # In float32 ptxas may put two or three numbers aside far below 255 registers, where it prefers more blocks a processor.
-    binary = fits(launch(name, dtype, D), capability, spilled_bytes=16 if dtype == FP32 else 0)
-    assert binary.spilled_bytes == 0 or binary.registers <= 128
+    binary = fits(launch(name, dtype, D), capability)
     if dtype == FP32:  # exact: no matrix instruction takes float32 without rounding it to TF32
         assert not matrix_instructions(binary) and "tf32" not in binary.ptx
         assert "fma.rn.f32" in binary.ptx

@@ -39,7 +39,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 def configs_dkv(d_head: int, dtype: torch.dtype) -> list[triton.Config]:
     """What to try for dK and dV, the default first."""
     if dtype == torch.float32:
-        sizes = [(32, 32, 8, 1)] if d_head <= 64 else [(16, 16, 4, 1)]
+        sizes = [(32, 32, 8, 1)] if 32 < d_head <= 64 else [(16, 16, 4, 1)]
     elif d_head <= 64:
         sizes = [(32, 128, 8, 2), (64, 128, 8, 2), (32, 64, 4, 2)]
     elif d_head <= 128:
@@ -52,7 +52,7 @@ def configs_dkv(d_head: int, dtype: torch.dtype) -> list[triton.Config]:
 def configs_dq(d_head: int, dtype: torch.dtype) -> list[triton.Config]:
     """What to try for dQ, the default first."""
     if dtype == torch.float32:
-        sizes = [(32, 16, 4, 1)] if d_head <= 64 else [(32, 16, 8, 1)] if d_head <= 128 else [(16, 16, 4, 1)]
+        sizes = [(32, 16, 8, 1)] if d_head <= 128 else [(16, 16, 4, 1)]
     elif d_head <= 64:
         sizes = [(64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 4, 3)]
     elif d_head <= 128:
