@@ -19,6 +19,7 @@ _HOME = {  # public name -> the module that defines it
     "merge_kv_heads": "gqa",
     "Sampling": "sampling",
     "generate": "generate",
+    "prepack": "prepack",
     "BlockAllocator": "paged",
     "OutOfBlocks": "paged",
     "PagedKVCache": "paged",
@@ -50,7 +51,7 @@ __all__ = [*_HOME, *_MODULES]
 
 
 class _Package(ModuleType):
-    """`attention` and `generate` are each a function in a module of the same name. Importing a module binds it to its
+    """`attention`, `generate` and `prepack` are each a function in a module of the same name. Importing a module binds it to its
     name in the package; here those names stay the functions'."""
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -17,11 +17,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +42,7 @@ from minillm.metrics import AZURE_OUTPUT, AZURE_PROMPT, Load, Objective, azure_l
 from minillm.model import Decoder
 from minillm.paged import AttentionPlan
 from minillm.plots import data_folder, project_folder
+from minillm.prepack import prepack
 from minillm.weights import device_and_dtype, fetch_default, load, parameter_sources
 
 if TYPE_CHECKING:
@@ -363,81 +366,110 @@ def bench_serve(device: torch.device) -> list[Path]:
     llama.cpp's server; the waste of paging; a prefix met a second time; and the scheduler's own time.
 
     The bound of the first is a decode step's bytes, weights once for all 16. A CPU does not reach it: with 16 rows a matrix
-    product is no longer bound by memory, and its library needs 2.5 to 3.5 times the bound for so few rows.
+    product is no longer bound by memory; `minillm.prepack`, used here on a CPU, says how far it is and what was tried.
+    With answers of one length a static batch wastes nothing, and what is compared is the forward pass alone. With answers
+    like Azure's, some short and some long, a static batch computes them all until the longest is done.
     """
     model, tokenizer = load(device=device)
     topics = ["Rome", "salt", "the moon", "a spoon", "rivers", "glass", "an owl", "music"]
     prompts = [tokenizer.encode(f"Write {size} story about {topic}.") for size in ("a short", "a long") for topic in topics]
-    n, dtype = 48, str(model.dtype).removeprefix("torch.")
-    fns = {
-        "minillm": partial(_serve_all, model, prompts, n),
-        "minillm, one at a time": lambda: [generate(model, prompt, n) for prompt in prompts],
-        "transformers": partial(_static_batch, transformers_twin(model), prompts, n, device),
-    }
-    if device.type == "cpu":
-        fns["llama.cpp (computes in 4 bit)"] = partial(_llama_cpp, _llama_cpp_server(n_parallel=8), prompts, n)
-    repeats = alternate({name: lambda fn=fn: seconds(fn, device) for name, fn in fns.items()}, 5)
-    tokens = n * len(prompts)
-    took = {name: median(values) for name, values in repeats.items()}
-    speeds = ", ".join(f"{name} {tokens / t:,.0f}" for name, t in took.items())
-    print(f"{len(prompts)} requests of {n} tokens, {dtype}: {speeds} tokens/s")
-    against = {name.removeprefix("minillm, "): t / took["minillm"] for name, t in took.items() if name != "minillm"}
-    rows = [{"what": f"serve 16 requests at once, {dtype}", "value": tokens / took["minillm"], "unit": "tokens/s", "against": against}]
+    generator = random.Random(0)
+    answers = {"of one length": [48] * 16, "of many lengths": [draw_length(AZURE_OUTPUT, generator, 0.2) for _ in prompts]}
+    rows, repeats = [], {}
+    for kind, lengths in answers.items():
+        more_rows, more_repeats = _sixteen_requests(model, prompts, lengths, kind, device)
+        rows, repeats = rows + more_rows, repeats | more_repeats
 
+    n_printed = len(rows)
     repeats["waste"] = [_paging_waste(seed) for seed in range(5)]
     rows.append(
         {"what": "empty slots in allocated blocks of 16, Azure-like requests", "value": 100 * median(repeats["waste"]), "unit": "%"}
     )
 
-    first, again = zip(*(_prefix_ttft(model, seed) for seed in range(5)), strict=True)
+    served = _for_serving(model)
+    first, again = zip(*(_prefix_ttft(served, seed) for seed in range(9)), strict=True)
     repeats |= {"first": list(first), "again": list(again)}
     ratio = median(b / a for a, b in zip(first, again, strict=True))
     rows.append({"what": "TTFT with a known prefix of 512 tokens, of the first time's", "value": 100 * ratio, "unit": "%"})
 
-    repeats["overhead"] = [_overhead(model) for _ in range(5)]
-    rows.append({"what": "scheduler's share of a step, 64 running", "value": 100 * median(repeats["overhead"]), "unit": "%"})
-    for row in rows[1:]:
+    repeats["overhead"] = [_overhead(served) for _ in range(5)]
+    rows.append({"what": "time of a step outside the model, 64 running", "value": 100 * median(repeats["overhead"]), "unit": "%"})
+    for row in rows[n_printed:]:
         print(f"{row['what']}: {row['value']:.2f}{row['unit']}")
     if device.type == "cuda":
         more_rows, more_repeats = _serve_large(device)
         rows, repeats = rows + more_rows, repeats | more_repeats
-    settings = {"model": model.config.name, "requests": len(prompts), "new_tokens": n, "prompt_tokens": [len(p) for p in prompts]}
+    settings = {"model": model.config.name, "prompt_tokens": [len(p) for p in prompts], "new_tokens": answers}
     return [record("serve", device, settings, rows, repeats)]
 
 
-def _serve_all(model: Decoder, prompts: list[list[int]], n: int) -> None:
-    engine = Engine(model, EngineConfig(n_blocks=128, max_seqs=16, cuda_graphs=model.device.type == "cuda"))
-    for prompt in prompts:
+def _for_serving(model: Decoder) -> Decoder:
+    return prepack(model) if model.device.type == "cpu" else model
+
+
+def _sixteen_requests(
+    model: Decoder, prompts: list[list[int]], lengths: list[int], kind: str, device: torch.device
+) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
+    """Tokens per second of the engine and its peers on the same requests; only tokens that were asked for count."""
+    served, dtype = _for_serving(model), str(model.dtype).removeprefix("torch.")
+    fns: dict[str, Callable[[], Any]] = {
+        "minillm": partial(_serve_all, served, prompts, lengths),
+        "one at a time": lambda: [generate(model, prompt, n) for prompt, n in zip(prompts, lengths, strict=True)],
+        "transformers": partial(_static_batch, transformers_twin(model), prompts, lengths, device),
+    }
+    timed = {name: lambda fn=fn: seconds(fn, device) for name, fn in fns.items()}
+    if device.type == "cpu":
+        timed["llama.cpp (computes in 4 bit)"] = partial(_llama_cpp_seconds, prompts, lengths, torch.get_num_threads())
+    repeats = alternate(timed, 3)
+    took = {name: median(values) for name, values in repeats.items()}
+    print(
+        f"16 requests, answers {kind}, {dtype}: " + ", ".join(f"{name} {sum(lengths) / t:,.0f}" for name, t in took.items()) + " tokens/s"
+    )
+    against = {name: t / took["minillm"] for name, t in took.items() if name != "minillm"}
+    row = {"what": f"serve 16 requests at once, answers {kind}, {dtype}", "value": sum(lengths) / took["minillm"], "unit": "tokens/s"}
+    return [row | {"against": against}], {f"{name}, answers {kind}": values for name, values in repeats.items()}
+
+
+def _serve_all(model: Decoder, prompts: list[list[int]], lengths: list[int]) -> None:
+    engine = Engine(model, EngineConfig(n_blocks=256, max_seqs=16, cuda_graphs=model.device.type == "cuda"))
+    for prompt, n in zip(prompts, lengths, strict=True):
         engine.submit(prompt, n)
-    assert all(len(completion.tokens) == n for completion in engine.run().values())
+    assert [len(completion.tokens) for _, completion in sorted(engine.run().items())] == lengths
 
 
 @torch.inference_mode()
-def _static_batch(twin: "LlamaForCausalLM", prompts: list[list[int]], n: int, device: torch.device) -> None:
-    longest = max(map(len, prompts))
+def _static_batch(twin: "LlamaForCausalLM", prompts: list[list[int]], lengths: list[int], device: torch.device) -> None:
+    longest, n = max(map(len, prompts)), max(lengths)
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
     out = twin.generate(ids, attention_mask=mask, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0)
     assert out.shape == (len(prompts), longest + n)
 
 
-def _llama_cpp_server(n_parallel: int) -> Any:
-    """llama.cpp's server inside this process, on the default checkpoint. It multiplies in the file's own 4-bit format."""
+def _llama_cpp_seconds(prompts: list[list[int]], lengths: list[int], n_threads: int) -> float:
+    """Seconds that llama.cpp's server needs with 8 slots. In a process of its own: its idle threads would slow the others."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_llama_cpp, prompts, lengths, n_threads).result()
+
+
+def _llama_cpp(prompts: list[list[int]], lengths: list[int], n_threads: int) -> float:
+    """The default checkpoint in llama.cpp's server, which multiplies in the file's own 4-bit format; loading not counted."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
-    params.model.path, params.n_parallel, params.n_ctx, params.verbosity = str(fetch_default()), n_parallel, 512 * n_parallel, -1
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
-    return xllamacpp.Server(params)
+    params.model.path, params.n_parallel, params.n_ctx, params.verbosity = str(fetch_default()), 8, 8 * 512, -1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = n_threads
+    server = xllamacpp.Server(params)
 
-
-def _llama_cpp(server: Any, prompts: list[list[int]], n: int) -> None:
-    def ask(prompt: list[int]) -> int:
+    def ask(prompt: list[int], n: int) -> int:
         options = {"prompt": prompt, "n_predict": n, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
         return server.handle_completions(options)["usage"]["completion_tokens"]
 
     with ThreadPoolExecutor(len(prompts)) as pool:
-        assert set(pool.map(ask, prompts)) == {n}
+        assert set(pool.map(ask, prompts, [2] * len(prompts))) == {2}  # warm up
+        start = time.perf_counter()
+        assert list(pool.map(ask, prompts, lengths)) == lengths
+        return time.perf_counter() - start
 
 
 def _paging_waste(seed: int) -> float:
@@ -461,15 +493,26 @@ def _prefix_ttft(model: Decoder, seed: int) -> tuple[float, float]:
 
 
 def _overhead(model: Decoder) -> float:
-    """Share of the steps' time that is not spent in the model, with 64 requests decoding."""
+    """Share of the steps' time that is not spent in the model, with 64 requests decoding: scheduling, block tables, the
+    batch's tensors, picking tokens, statistics."""
     engine = Engine(model, EngineConfig(n_blocks=512, max_seqs=64))
     for i in range(64):
         engine.submit([1000 + i] * 8, 16)
-    inside, forward = [], engine._forward
-    engine._forward = lambda plan: (start := time.perf_counter(), forward(plan), inside.append(time.perf_counter() - start))[1]
+    inside = 0.0
+
+    def timed(part: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*arguments: Any) -> Tensor:
+            nonlocal inside
+            results: list[Tensor] = []
+            inside += seconds(lambda: results.append(part(*arguments)), model.device)
+            return results[0]
+
+        return call
+
+    engine.model = SimpleNamespace(hidden=timed(model.hidden), head=timed(model.head), device=model.device)
     start = time.perf_counter()
     engine.run()
-    return 1 - sum(inside) / (time.perf_counter() - start)
+    return 1 - inside / (time.perf_counter() - start)
 
 
 def _serve_large(device: torch.device) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:

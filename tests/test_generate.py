@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import BACKEND_PARAMETERS, tiny_config
 
-from minillm import Decoder, Engine, EngineConfig, KVCache, Sampling, Tokenizer
+from minillm import Decoder, Engine, EngineConfig, KVCache, Sampling, Tokenizer, prepack
 from minillm.attention import BACKENDS
 from minillm.generate import decode, generate, prefill
 from minillm.kv_cache import NoCache
@@ -44,6 +44,7 @@ TECHNIQUES: dict[str, Callable[[Decoder, list[int], int], list[int]]] = {
     **{f"paged, {case}": partial(served, case=case) for case in ("seen before", "with strangers", "preempted")},
     "paged, in chunks": partial(served, max_batch_tokens=3, block_size=16),
     "static batch": partial(served, case="with strangers", policy="static"),
+    "prepacked": lambda model, ids, n, **options: served(prepack(model), ids, n, case="with strangers", **options),
 }
 # Those of the Triton kernels run in the interpreter here, and answer with a few tokens.
 TECHNIQUE_PARAMETERS = [pytest.param(name, marks=pytest.mark.interpret) if "triton" in name else name for name in TECHNIQUES]

@@ -21,7 +21,7 @@ TREES = {
 ORDER = (
     "config", "costs", "hardware", "tokenizer", "kernels.__init__", "kernels.tiles", "kernels.flash_forward",
     "kernels.flash_backward", "kernels.flash_decode", "kernels.paged_attention", "flash", "attention", "kv_cache", "model",
-    "weights", "gqa", "sampling", "generate", "paged", "scheduler", "engine", "metrics", "fragmentation", "plots", "bench",
+    "weights", "gqa", "prepack", "sampling", "generate", "paged", "scheduler", "engine", "metrics", "fragmentation", "plots", "bench",
     "__main__",
 )  # fmt: skip
 
