@@ -420,7 +420,7 @@ def _sixteen_requests(
     timed = {name: lambda fn=fn: seconds(fn, device) for name, fn in fns.items()}
     if device.type == "cpu":
         timed["llama.cpp (computes in 4 bit)"] = partial(_llama_cpp_seconds, prompts, lengths, torch.get_num_threads())
-    repeats = alternate(timed, 3)
+    repeats = alternate(timed, 5)
     took = {name: median(values) for name, values in repeats.items()}
     print(
         f"16 requests, answers {kind}, {dtype}: " + ", ".join(f"{name} {sum(lengths) / t:,.0f}" for name, t in took.items()) + " tokens/s"

@@ -130,7 +130,7 @@ class FlashAttention(torch.autograd.Function):
         if backend == "triton":
             from minillm.kernels.flash_forward import flash_forward
 
-            q, k, v = (_rows_contiguous(x) for x in (q, k, v))
+            q, k, v = (rows_contiguous(x) for x in (q, k, v))
             out, lse = flash_forward(q, k, v, causal, scale)
         else:
             out, lse = _tiled_forward(q, k, v, causal, scale, 64, 64, Traffic())
@@ -145,7 +145,7 @@ class FlashAttention(torch.autograd.Function):
         if ctx.backend == "triton":
             from minillm.kernels.flash_backward import flash_backward
 
-            gradients = flash_backward(_rows_contiguous(grad), q, k, v, out, lse, ctx.causal, ctx.scale)
+            gradients = flash_backward(rows_contiguous(grad), q, k, v, out, lse, ctx.causal, ctx.scale)
         else:
             gradients = _tiled_backward(grad, q, k, v, out, lse, ctx.causal, ctx.scale, 64, 64)
         return *gradients, None, None, None
@@ -158,14 +158,15 @@ def triton_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
     from minillm.kernels.flash_decode import MAX_ROWS, flash_decode
     from minillm.kernels.flash_forward import flash_forward
 
-    q, k, v = (_rows_contiguous(x) for x in (q, k, v))
+    q, k, v = (rows_contiguous(x) for x in (q, k, v))
     if q.shape[1] * q.shape[2] // k.shape[2] <= MAX_ROWS:
         return flash_decode(q, k, v, causal, scale)
     return flash_forward(q, k, v, causal, scale)[0]
 
 
-def _rows_contiguous(x: Tensor) -> Tensor:
-    """The kernels take any strides except in the last dimension, and count from head to head in 32 bits."""
+def rows_contiguous(x: Tensor) -> Tensor:
+    """x (…, heads, D), copied if the kernels can't read it as it lies: they take any strides except in the last dimension,
+    and count from head to head in 32 bits."""
     return x if x.stride(-1) == 1 and x.stride(-2) * x.shape[-2] < 2**31 else x.contiguous()
 
 

@@ -25,7 +25,7 @@ def merge_kv_heads(model: Decoder, n_kv_heads: int, *, method: str = "mean") -> 
     """A copy of `model` with `n_kv_heads` key/value heads, each made of K / n_kv_heads consecutive ones.
 
     method: "mean" averages the heads' projections, which Ainslie et al. found best; "first" keeps the first head of each
-    group; "random" draws new ones. The last two are there to compare with (their figure 4).
+    group; "random" draws new matrices, with biases of 0. The last two are there to compare with (their figure 4).
     Rotary positions turn all heads alike, so the average of turned keys is the turned average.
     Raises ValueError when n_kv_heads does not divide the model's K, or for an unknown method.
     """
@@ -64,7 +64,8 @@ def _merge(rows: Tensor, n: int, d_head: int, method: str) -> Tensor:
         return groups.to(torch.promote_types(rows.dtype, torch.float32)).mean(1).to(rows.dtype).flatten(0, 1)
     if method == "first":
         return groups[:, 0].flatten(0, 1)
-    return torch.randn_like(groups[:, 0]).mul_(0.02).flatten(0, 1)  # the deviation `Linear` starts with
+    new = torch.zeros_like(groups[:, 0])  # (n, d_head, …); a bias stays 0, as `Linear` starts
+    return (new if rows.dim() == 1 else new.normal_(std=0.02)).flatten(0, 1)
 
 
 def next_token_loss(model: Decoder, tokens: Tensor) -> Tensor:
@@ -83,14 +84,16 @@ def uptrain(model: Decoder, batches: Iterable[Tensor], *, lr: float) -> list[flo
     model.requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     losses = []
-    for tokens in batches:
-        loss = next_token_loss(model, tokens)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    optimizer.zero_grad()  # the gradients are of no more use, and as large as the model
-    for parameter, required in learned:
-        parameter.requires_grad_(required)
+    try:
+        for tokens in batches:
+            loss = next_token_loss(model, tokens)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+    finally:
+        optimizer.zero_grad()  # the gradients are of no more use, and as large as the model
+        for parameter, required in learned:
+            parameter.requires_grad_(required)
     return losses

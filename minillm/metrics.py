@@ -196,7 +196,8 @@ def serve(engine: Engine, load: Sequence[Load]) -> list[Completion]:
 
 def step_seconds(config: ModelConfig, hardware: Hardware, prefilled: int, decoded: int, context: int, dtype: str) -> float:
     """Least time of a step with so many tokens, whose sequences have `context` tokens in their caches: the weights and
-    those caches are read once; each token takes 2 FLOPs a matrix parameter (attention scores, a small part, not counted)."""
+    those caches are read once; each token takes 2 FLOPs a matrix parameter. Attention scores, a small part, are not counted;
+    the output matrix is, for every token, though of a prompt only the last needs it."""
     tokens = prefilled + decoded
     read = costs.weight_read_bytes(config, dtype) + costs.kv_cache_bytes(config, 1, context, dtype)
     return roofline_seconds(hardware, 2 * costs.matmul_params(config) * tokens, read, dtype)
@@ -220,11 +221,11 @@ class VirtualClock(Clock):
 
 
 def saturation_rate(config: ModelConfig, hardware: Hardware, n_prompt: float, n_output: float, max_seqs: int, dtype: str) -> float:
-    """Requests per second at which the queue begins to grow, for prompts and answers of these mean lengths.
+    """Requests per second up to which no queue grows, for prompts and answers of these mean lengths: the safe end of the knee.
 
     With all `max_seqs` places taken, a decode step of step_seconds gives max_seqs tokens. One request costs its prefill and
-    its share of n_output - 1 such steps; the rate is one over that. Below it latencies stay flat, above they grow without
-    limit: the knee.
+    its share of n_output - 1 such steps; the rate is one over that. Prefill and decode are counted as if they took turns.
+    Where chunks of prompts ride along in decode steps that wait for memory, the knee comes later (lesson 08 predicts it).
     """
     prefill = 2 * costs.matmul_params(config) * n_prompt / hardware.peak(dtype)
     step = step_seconds(config, hardware, 0, max_seqs, round(max_seqs * (n_prompt + n_output / 2)), dtype)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.attention import attend, check_backend
-from minillm.flash import why_not_triton
+from minillm.flash import rows_contiguous, why_not_triton
 
 if TYPE_CHECKING:
     from minillm.model import Decoder
@@ -305,7 +305,7 @@ class PagedBatch:
         old, new = torch.tensor([t.n_tokens for t in self.tables]), torch.tensor(self.n_new)
         width = self._width or max(len(t.blocks) for t in self.tables)
         block_tables = torch.tensor([t.blocks + [0] * (width - len(t.blocks)) for t in self.tables], dtype=torch.int32)
-        sequence = torch.arange(len(self.tables)).repeat_interleave(new)  # of each new token
+        sequence = torch.tensor([i for i, n in enumerate(self.n_new) for _ in range(n)])  # of each new token
         positions = torch.arange(len(sequence)) - (new.cumsum(0) - new - old)[sequence]
         slots = block_tables[sequence, positions // size].long() * size + positions % size
         return positions, slots, block_tables, torch.stack((old + new, new)).int()
@@ -425,7 +425,7 @@ class AttentionPlan:
         block_r = rows_of_a_tile(max(self.query_lens), group, q.dtype)
         if self.tiles is None:
             self.tiles = torch.tensor(tiles(self.query_lens, block_r // group), dtype=torch.int32, device=q.device)
-        q, k_pages, v_pages = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k_pages, v_pages))
+        q, k_pages, v_pages = (rows_contiguous(x) for x in (q, k_pages, v_pages))
         return paged_forward(q, k_pages, v_pages, self.tables, *self.lens, self.tiles, block_r, self.longest, scale)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minillm import costs
 from minillm.attention import attention
-from minillm.flash import FlashAttention, Traffic, _tiled_backward, _tiled_forward, tiled_attention
+from minillm.flash import FlashAttention, Traffic, _tiled_backward, _tiled_forward, rows_contiguous, tiled_attention
 
 
 @st.composite
@@ -220,6 +220,17 @@ def test_traffic_adds_up():
 
 
 # Refusals
+
+
+@pytest.mark.parametrize(
+    ("stride", "copied"),
+    [((96, 24, 8, 1), False), ((96, 8, 32, 1), False), ((96, 24, 8, 2), True), ((1, 1, 2**30 - 1, 1), False), ((1, 1, 2**30, 1), True)],
+)
+def test_what_the_kernels_cannot_read_is_copied(stride, copied):
+    """They count in 32 bits from head to head, of which there are 2 here, and need neighbours in the last dimension."""
+    x = torch.empty_strided((2, 4, 2, 8), stride, device="meta")
+    assert (rows_contiguous(x) is not x) == copied
+    assert rows_contiguous(x).stride(-1) == 1
 
 
 @pytest.mark.parametrize("bad", [0, -1, True, 2.0, "16", None, math.inf])

@@ -96,6 +96,11 @@ def test_random_heads_differ_from_each_other_and_from_run_to_run():
     assert torch.cat(k).std() == pytest.approx(0.02, rel=0.3)
 
 
+def test_random_heads_have_no_bias():
+    _, k, v = heads(merge_kv_heads(lively(qkv_bias=True), 2, method="random"), 0, "bias")
+    assert not any(x.any() for x in (*k, *v))
+
+
 def test_tied_heads_stay_tied():
     merged = merge_kv_heads(lively(tie_embeddings=True), 1)
     assert merged.head.weight is merged.embed.weight
@@ -290,6 +295,16 @@ def test_uptraining_trains_everything_and_restores_what_is_learned():
     uptrain(model, counting(2), lr=0.01)
     assert [name for name, p in model.named_parameters() if p.requires_grad] == ["norm"]
     assert all((p != before[name]).any() for name, p in model.named_parameters())
+
+
+def test_a_bad_batch_leaves_the_model_as_it_was_learned():
+    """A batch that can't be computed raises; what is learned, and that no gradients are left, is as after a good end."""
+    model = lively()
+    model.norm.requires_grad_(True)
+    with pytest.raises(IndexError):
+        uptrain(model, [*counting(1), torch.full((1, 4), model.config.vocab_size)], lr=0.01)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["norm"]
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_learning_rate_of_nothing_changes_nothing():

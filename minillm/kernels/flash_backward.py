@@ -111,6 +111,7 @@ def dkv_kernel(
     T, S, H, G, scale, LENGTH,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
+    """DK and DV of one tile of keys of one key/value head: a walk over the queries that see it, head by head of the group."""
     n_tiles, n_kv_heads = tl.cdiv(S, BLOCK_S), H // G
     s0 = tl.program_id(0) % n_tiles * BLOCK_S  # in a causal mask the first keys are seen most, and start first
     b = (tl.program_id(0) // n_tiles // n_kv_heads).to(tl.int64)
@@ -173,6 +174,7 @@ def dq_kernel(
     T, S, H, G, scale, LENGTH,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
+    """DQ of one tile of queries of one head: a walk over the keys that it sees."""
     n_tiles = tl.cdiv(T, BLOCK_T)
     t0 = (n_tiles - 1 - tl.program_id(0) % n_tiles) * BLOCK_T
     b = (tl.program_id(0) // n_tiles // H).to(tl.int64)

@@ -83,6 +83,7 @@ def flash_forward_kernel(
     LENGTH,  # S rounded up to a power of two; only so that each magnitude is tuned once
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
+    """OUT and LSE of one tile of queries of one head: a walk over the keys that it sees."""
     # Whose program is this? Tile of queries fastest, then query head, then sequence.
     n_tiles = tl.cdiv(T, BLOCK_T)
     t0 = (n_tiles - 1 - tl.program_id(0) % n_tiles) * BLOCK_T

@@ -35,6 +35,7 @@ def paged_kernel(
     H, G, P, scale_log2, part_size, n_parts,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
+    """One part of the keys of one sequence and key/value head, for a tile of rows (new token, query head) that look at it."""
     part, n_kv_heads = tl.program_id(0) % n_parts, H // G
     tile = tl.program_id(0) // n_parts // n_kv_heads
     kv_head = tl.program_id(0) // n_parts % n_kv_heads
