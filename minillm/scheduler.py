@@ -101,7 +101,6 @@ class Scheduler:
         copies: list[tuple[int, int]] = []
         budget = self.max_batch_tokens
         may_admit = self.policy == "continuous" or not self.running
-        preempted_before = self.preemptions
         decoding = [r for r in self.running if r.n_pending == 1]
         prefilling = [r for r in self.running if r.n_pending > 1]
         for request in decoding + prefilling:
@@ -113,13 +112,13 @@ class Scheduler:
                     victim = self.running[-1]
                     gone = set(victim.table.blocks)
                     copies = [pair for pair in copies if pair[1] not in gone]
-                    budget += plan.pop(victim, 0)
+                    plan.pop(victim, None)
                     self._preempt(victim)
                 else:
                     plan[request] = n
                     budget -= n
                     break
-        may_admit &= self.preemptions == preempted_before  # else the victim might walk in again at once
+        # Whoever was just sent back is first in the queue and does not come in again: more is needed than was left of its blocks.
         while may_admit and (budget or self.policy == "static") and len(self.running) < self.max_seqs:
             request = next((r for r in self.waiting if r.parent is None), None)
             n = self._admit(request, budget) if request else None

@@ -7,8 +7,9 @@ With scores = scale · Q Kᵀ, weights P = exp(scores - LSE) and O = P V, the gr
     dV = Pᵀ dO        dP = dO Vᵀ        dscores = P ∘ (dP - delta)        dQ = scale · dscores K        dK = scale · dscoresᵀ Q
 
 where delta (one number a row) is Σ_s P dP, which equals dO · O: the row of dO times the row of O, so that no pass over the
-row of P is needed. P is computed again from Q, K and the log-sum-exp that the forward pass kept: more arithmetic, about
-2.5 times the forward's, but reading P would have cost more time than computing it.
+row of P is needed. P is computed again from Q, K and the log-sum-exp that the forward pass kept: reading it would cost more
+time than computing it. That makes 5 products where the forward pass has 2; here it is 7, because the scores and dP are
+computed both in the kernel for dK and dV and in the one for dQ.
 
 Three kernels, all without atomics, so that two runs give equal bits:
     delta       one program a tile of rows
