@@ -107,7 +107,7 @@ def split(n_tiles: int, n_programs: int, device: torch.device) -> tuple[int, int
     wanted = _CPU_PARTS
     if device.type == "cuda":
         wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // n_programs
-    n_parts = max(1, min(wanted, n_tiles, _MAX_PARTS))
+    n_parts = max(1, min(wanted, _MAX_PARTS))
     tiles_a_part = triton.cdiv(n_tiles, n_parts)
     return tiles_a_part, triton.cdiv(n_tiles, tiles_a_part)
 
