@@ -279,3 +279,16 @@ def test_auto_on_a_cpu_is_sdpa(monkeypatch, T):
     monkeypatch.setattr(sys.modules["minillm.attention"], "_sdpa", lambda *inputs: called.append(inputs))
     attention(*qkv(T, 40, H=4, K=2))
     assert len(called) == 1
+
+
+@pytest.mark.parametrize("backend", BACKEND_PARAMETERS)
+@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("learns", range(3), ids="qkv")
+def test_one_input_alone_may_learn(learns, T, backend):
+    """A kernel without a backward pass must not be chosen because the others don't."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, n, heads, 8) for n, heads in ((T, 4), (7, 2), (7, 2))]
+    inputs[learns].requires_grad_()
+    (got,) = torch.autograd.grad(attention(*inputs, backend=backend).square().sum(), inputs[learns])
+    (expected,) = torch.autograd.grad(attention(*inputs, backend="reference").square().sum(), inputs[learns])
+    torch.testing.assert_close(got, expected)
