@@ -124,8 +124,8 @@ def summarize(completions: Sequence[Completion], objective: Objective | None = N
 
 # The load
 
-# (share of requests, tokens): percentiles 50, 90 and 99 of the Azure LLM inference trace 2023, conversations. The ends are
-# not published with them: the shortest is taken as 1 token, the longest as the 99th percentile.
+# (share of requests, tokens): percentiles 50, 90 and 99 of the Azure LLM inference trace 2023, conversations. The shortest is
+# taken as 1 token, and the longest hundredth is cut off.
 AZURE_PROMPT = ((0.0, 1), (0.5, 1020), (0.9, 2735), (0.99, 4142), (1.0, 4142))
 AZURE_OUTPUT = ((0.0, 1), (0.5, 129), (0.9, 424), (0.99, 601), (1.0, 601))
 
@@ -195,7 +195,7 @@ def serve(engine: Engine, load: Sequence[Load]) -> list[Completion]:
 
 
 def step_seconds(config: ModelConfig, hardware: Hardware, prefilled: int, decoded: int, context: int, dtype: str) -> float:
-    """Least time of a step with so many tokens, whose sequences have `context` tokens in their caches: the weights and
+    """Roofline time of a step with so many tokens, whose sequences have `context` tokens in their caches: the weights and
     those caches are read once; each token takes 2 FLOPs a matrix parameter. Attention scores, a small part, are not counted;
     the output matrix is, for every token, though of a prompt only the last needs it."""
     tokens = prefilled + decoded
