@@ -375,10 +375,12 @@ def bench_serve(device: torch.device) -> list[Path]:
     prompts = [tokenizer.encode(f"Write {size} story about {topic}.") for size in ("a short", "a long") for topic in topics]
     generator = random.Random(0)
     answers = {"of one length": [48] * 16, "of many lengths": [draw_length(AZURE_OUTPUT, generator, 0.2) for _ in prompts]}
+    served, twin = prepack(model) if device.type == "cpu" else model, transformers_twin(model)
     rows, repeats = [], {}
     for kind, lengths in answers.items():
-        more_rows, more_repeats = _sixteen_requests(model, prompts, lengths, kind, device)
-        rows, repeats = rows + more_rows, repeats | more_repeats
+        row, more_repeats = _sixteen_requests(model, served, twin, prompts, lengths, kind)
+        rows.append(row)
+        repeats |= more_repeats
 
     n_printed = len(rows)
     repeats["waste"] = [_paging_waste(seed) for seed in range(5)]
@@ -386,7 +388,6 @@ def bench_serve(device: torch.device) -> list[Path]:
         {"what": "empty slots in allocated blocks of 16, Azure-like requests", "value": 100 * median(repeats["waste"]), "unit": "%"}
     )
 
-    served = _for_serving(model)
     first, again = zip(*(_prefix_ttft(served, seed) for seed in range(9)), strict=True)
     repeats |= {"first": list(first), "again": list(again)}
     ratio = median(b / a for a, b in zip(first, again, strict=True))
@@ -403,31 +404,25 @@ def bench_serve(device: torch.device) -> list[Path]:
     return [record("serve", device, settings, rows, repeats)]
 
 
-def _for_serving(model: Decoder) -> Decoder:
-    return prepack(model) if model.device.type == "cpu" else model
-
-
 def _sixteen_requests(
-    model: Decoder, prompts: list[list[int]], lengths: list[int], kind: str, device: torch.device
-) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
-    """Tokens per second of the engine and its peers on the same requests; only tokens that were asked for count."""
-    served, dtype = _for_serving(model), str(model.dtype).removeprefix("torch.")
+    model: Decoder, served: Decoder, twin: "LlamaForCausalLM", prompts: list[list[int]], lengths: list[int], kind: str
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Tokens per second of the engine (with `served`) and its peers on the same requests; only tokens that were asked for count."""
     fns: dict[str, Callable[[], Any]] = {
         "minillm": partial(_serve_all, served, prompts, lengths),
         "one at a time": lambda: [generate(model, prompt, n) for prompt, n in zip(prompts, lengths, strict=True)],
-        "transformers": partial(_static_batch, transformers_twin(model), prompts, lengths, device),
+        "transformers": partial(_static_batch, twin, prompts, lengths, model.device),
     }
-    timed = {name: lambda fn=fn: seconds(fn, device) for name, fn in fns.items()}
-    if device.type == "cpu":
+    timed = {name: lambda fn=fn: seconds(fn, model.device) for name, fn in fns.items()}
+    if model.device.type == "cpu":
         timed["llama.cpp (computes in 4 bit)"] = partial(_llama_cpp_seconds, prompts, lengths, torch.get_num_threads())
     repeats = alternate(timed, 5)
     took = {name: median(values) for name, values in repeats.items()}
-    print(
-        f"16 requests, answers {kind}, {dtype}: " + ", ".join(f"{name} {sum(lengths) / t:,.0f}" for name, t in took.items()) + " tokens/s"
-    )
+    what = f"serve 16 requests at once, answers {kind}, {str(model.dtype).removeprefix('torch.')}"
+    print(f"{what}: " + ", ".join(f"{name} {sum(lengths) / t:,.0f}" for name, t in took.items()) + " tokens/s")
     against = {name: t / took["minillm"] for name, t in took.items() if name != "minillm"}
-    row = {"what": f"serve 16 requests at once, answers {kind}, {dtype}", "value": sum(lengths) / took["minillm"], "unit": "tokens/s"}
-    return [row | {"against": against}], {f"{name}, answers {kind}": values for name, values in repeats.items()}
+    row = {"what": what, "value": sum(lengths) / took["minillm"], "unit": "tokens/s", "against": against}
+    return row, {f"{name}, answers {kind}": values for name, values in repeats.items()}
 
 
 def _serve_all(model: Decoder, prompts: list[list[int]], lengths: list[int]) -> None:

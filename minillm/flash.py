@@ -2,9 +2,9 @@
 
 Sources: Dao et al. 2022 (FlashAttention); Dao 2023 (FlashAttention-2); Milakov and Gimelshein 2018 (online softmax).
 Cost: the FLOPs of plain attention (the backward pass: 5 products instead of 4, because the weights are computed again, and
-7 in the Triton kernels, which compute them twice), and far
-fewer bytes between the GPU's memory (HBM) and its processors' own (SRAM): `costs.attention_bytes`. Memory kept for the
-backward pass: the output and one log-sum-exp a row, instead of T × S weights.
+7 in the Triton kernels, which compute them twice), and far fewer bytes between the GPU's memory (HBM) and its processors'
+own (SRAM): `costs.attention_bytes`. Memory kept for the backward pass: the output and one log-sum-exp a row, instead of
+T × S weights.
 
 Two versions of the same loop: `tiled_attention` in plain torch, to read and to count with, and the Triton kernels of
 `minillm.kernels`. `FlashAttention` gives both the same backward pass by recomputation.

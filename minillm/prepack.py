@@ -2,13 +2,13 @@
 
 Source: oneDNN's developer guide, "Inner Product" and "Memory Format Propagation": the library picks the layout of weights.
 Cost: a second copy of the matrices.
-Why: with one token a product streams the weights once, and with hundreds the arithmetic dominates; but with 3 to 64 tokens
+Why: with one token a product streams the weights once, and with hundreds the arithmetic dominates; but with 4 to 64 tokens
 side by side (a batch that decodes, a draft that is verified) MKL rearranges the weights at every call, which takes as long
 as the product. Measured on 2 cores, all matrices of the default model, in milliseconds:
 
-    tokens          1     2     4     8    16    32    64   128
-    plain        20.3  21.6  38.4  49.8  51.9  60.6  89.6   128
-    prepacked    23.5  24.9  24.9  29.4  39.0  52.2  82.1   139
+    tokens          1     2     3     4     8    16    32    64   128
+    plain        21.6  22.6  23.7  38.1  49.5  52.8  61.4  96.1   140
+    prepacked    25.4  26.4  27.8  26.4  30.9  38.9  53.9  86.2   137
 
 Tried, too: W xᵀ instead of x Wᵀ (slower in place), weights stored transposed (equal), MKL's own packing (35.6 at 16
 tokens, but good for one number of tokens only).
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from minillm.model import Decoder, Linear
 
-MIN_TOKENS, MAX_TOKENS = 3, 64
+MIN_TOKENS, MAX_TOKENS = 4, 64
 
 
 class PrepackedLinear(Linear):

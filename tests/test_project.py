@@ -110,7 +110,7 @@ def test_ci_calls_make_test_and_nothing_else():
     assert commands == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "exec make test"]
 
 
-@pytest.mark.parametrize("name", ["decode", "prefill", "load"])
+@pytest.mark.parametrize("name", bench.BENCHMARKS)
 def test_every_benchmark_is_recorded_for_this_kind_of_machine(name):
     assert list((ROOT / "figures" / "data").glob(f"{name}.cpu-*.json"))
 
