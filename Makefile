@@ -1,6 +1,7 @@
 # make setup    create .venv, install the pinned packages, fetch the default checkpoint
 # make lessons  run every lesson from top to bottom, in place, and rewrite figures/
-# make test     lint, tests, and every lesson through nbval (figures go to build/ then)
+# make check    lint and the fast tests, in under a minute: for every edit
+# make test     everything: lint, all tests, every lesson through nbval (figures go to build/ then)
 # make lab      JupyterLab on the lessons
 # make bench    run the benchmarks and rewrite the README's tables
 # make student  the learners' version of the lessons, with holes, in build/student/
@@ -8,10 +9,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 LESSONS := $(sort $(wildcard notebooks/*.ipynb))
+# Tests run side by side, one thread each: more threads than cores slow each other down many times.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 # Let the kernel be the one of .venv, whatever else is installed for the user.
 export JUPYTER_PREFER_ENV_PATH := 1
 
-.PHONY: setup lessons test lab bench student
+.PHONY: setup lessons check test lint lab bench student
 
 setup: .venv/ready
 
@@ -31,13 +35,19 @@ lessons: setup
 	@# Text that was printed piece by piece becomes one output.
 	@$(BIN)/python -m nbconvert --log-level ERROR --to notebook --inplace --CoalesceStreamsPreprocessor.enabled=True $(LESSONS)
 
-test: setup
+lint: setup
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
-	$(BIN)/python -m pytest -m "not interpret and not compile"
-	$(BIN)/python -m pytest -m compile
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interpret
-	MINILLM_FIGURES=build/figures $(BIN)/python -m pytest --nbval-lax $(LESSONS)
+
+check: lint
+	$(PYTEST) -m "not slow and not interpret and not compile and not gpu"
+
+test: lint
+	$(PYTEST) -m "not interpret and not compile"
+	$(PYTEST) -m compile
+	TRITON_INTERPRET=1 $(PYTEST) -m interpret
+	PYTHONPATH=tests $(PYTEST) -p without_triton -m "not slow and not gpu" tests
+	MINILLM_FIGURES=build/figures $(PYTEST) --dist loadfile --nbval-lax $(LESSONS)
 
 lab: setup
 	$(BIN)/python -m jupyterlab notebooks
@@ -46,10 +56,10 @@ bench: setup
 	$(BIN)/python -m minillm.bench
 	$(BIN)/python -m minillm.bench --readme
 
+# Nothing is deleted: a gradebook, submissions, and lessons that a learner has begun stay.
 student: setup
-	rm -rf build/nbgrader build/student
-	mkdir -p build/nbgrader/source/minillm
+	mkdir -p build/nbgrader/source/minillm build/student
 	cp $(LESSONS) build/nbgrader/source/minillm/
 	cd build/nbgrader && PATH="$(CURDIR)/$(BIN):$$PATH" python -m nbgrader generate_assignment minillm --create --force --course-dir=.
-	cp -r build/nbgrader/release/minillm build/student
-	@echo "The learners' lessons are in build/student/."
+	cp -n build/nbgrader/release/minillm/*.ipynb build/student/
+	@echo "The learners' lessons are in build/student/; files that were there before are kept."

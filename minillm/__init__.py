@@ -1,4 +1,4 @@
-"""minillm: LLM inference from first principles to the hardware limit, one readable module per technique.
+"""minillm: LLM inference from first principles to the hardware limit, a readable module each.
 
 Names are imported on first use, so that `import minillm` itself costs nothing.
 """
@@ -20,14 +20,15 @@ _HOME = {  # public name -> the module that defines it
     "Sampling": "sampling",
     "generate": "generate",
     "prepack": "prepack",
-    "BlockAllocator": "paged",
-    "OutOfBlocks": "paged",
+    "BlockAllocator": "blocks",
+    "OutOfBlocks": "blocks",
     "PagedKVCache": "paged",
-    "paged_attention": "paged",
+    "paged_attention": "ragged",
     "Engine": "engine",
     "EngineConfig": "engine",
 }
 _MODULES = (
+    "blocks",
     "config",
     "costs",
     "engine",
@@ -36,14 +37,20 @@ _MODULES = (
     "gqa",
     "hardware",
     "kv_cache",
+    "measure",
     "metrics",
     "model",
     "paged",
     "plots",
+    "request",
     "sampling",
     "scheduler",
+    "timeline",
     "tokenizer",
+    "training",
+    "virtual_time",
     "weights",
+    "workload",
 )
 
 __version__ = "0.1.0"
@@ -51,8 +58,11 @@ __all__ = [*_HOME, *_MODULES]
 
 
 class _Package(ModuleType):
-    """`attention`, `generate` and `prepack` are each a function in a module of the same name. Importing a module binds it to its
-    name in the package; here those names stay the functions'."""
+    """The package, whose functions keep their names.
+
+    `attention`, `generate`, `prepack` and `card` are functions in modules of the same name.
+    Importing a module binds it to its name in the package; here that name stays the function's.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _HOME and isinstance(value, ModuleType)):

@@ -4,9 +4,13 @@ Bad input ends with one sentence on standard error and exit code 2, never with a
 """
 
 import argparse
+import os
+import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+from minillm.bench import command as bench_command
 
 if TYPE_CHECKING:
     from minillm.model import Decoder
@@ -21,11 +25,17 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m minillm", description="LLM inference, from first principles to the hardware limit.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="generate|chat|count|fetch|bench")
-
+    parser = _Parser(
+        prog="python -m minillm", description="LLM inference, from first principles to the limit."
+    )
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="generate|chat|count|fetch|bench"
+    )
     model = argparse.ArgumentParser(add_help=False)
-    model.add_argument("--model", help="a folder in Hugging Face format, a .gguf file or a hub id; default: SmolLM2-135M-Instruct")
+    model.add_argument(
+        "--model", help="a folder in Hugging Face format, a .gguf file or a hub id; default: "
+        "SmolLM2-135M-Instruct",
+    )  # fmt: skip
     model.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     model.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
     model.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
@@ -34,11 +44,11 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--top-p", type=float, metavar="P")
     model.add_argument("--seed", type=int)
 
-    command = commands.add_parser("generate", parents=[model], help="continue a prompt, and say how fast")
+    command = commands.add_parser("generate", parents=[model], help="continue a prompt, timed")
     command.add_argument("prompt")
     commands.add_parser("chat", parents=[model], help="talk to the model; an empty line ends")
 
-    command = commands.add_parser("count", help="a card: parameters, bytes, FLOPs and bounds of a published model")
+    command = commands.add_parser("count", help="a card: what serving a published model costs")
     command.add_argument("preset")
     command.add_argument("--batch", type=int, default=1)
     command.add_argument("--seq", type=int, default=2048, help="tokens per sequence")
@@ -46,28 +56,59 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--gpu", default="h100", help="a hardware preset")
 
     commands.add_parser("fetch", help="fetch the default checkpoint into the cache folder")
-    command = commands.add_parser("bench", help="run benchmarks: decode, prefill, attention, serve, load; all if none is named")
-    command.add_argument("names", nargs="*", metavar="NAME")
-    command.add_argument("--device")
-    command.add_argument("--rate", help="with serve: requests per second to send; prints what their users felt")
-    command.add_argument("--requests", help="with --rate: how many requests")
+    bench_command.add_arguments(commands.add_parser("bench", help="run benchmarks"))
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    # Idle threads that spin slow every other process on the same cores; libraries read this when
+    # they are first loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     options = _parser().parse_args(arguments)
+    commands = {
+        "generate": _generate, "chat": _chat, "count": _count, "fetch": _fetch,
+        "bench": bench_command.run,
+    }  # fmt: skip
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # an encoding that lacks a character must not end us
+            stream.reconfigure(errors="replace")
+    before = _terminate_by_exception()
     try:
-        {"generate": _generate, "chat": _chat, "count": _count, "fetch": _fetch, "bench": _bench}[options.command](options)
+        commands[options.command](options)
     except BrokenPipeError:  # the reader of our output went away, as with `| head`
         sys.stderr.close()
         return 141
-    except (ValueError, TypeError, OSError) as error:
-        print(f"minillm: {error}", file=sys.stderr)
+    except MemoryError:
+        print("minillm: there is not enough memory; use a smaller model or dtype.", file=sys.stderr)
+        return 2
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
+        print(f"minillm: {_first_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
     return 0
+
+
+def _first_line(error: Exception) -> str:
+    """What our own errors say is one sentence; PyTorch's can be many lines."""
+    said = str(error).strip() or type(error).__name__
+    return said.splitlines()[0]
+
+
+def _terminate_by_exception() -> object:
+    """Let SIGTERM end this process as an error would, so that temporary folders are removed."""
+
+    def terminate(number: int, frame: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    try:
+        return signal.signal(signal.SIGTERM, terminate)
+    except ValueError:  # not in the main thread
+        return None
 
 
 def _sampling(options: argparse.Namespace) -> "Sampling":
@@ -76,8 +117,10 @@ def _sampling(options: argparse.Namespace) -> "Sampling":
     return Sampling(options.temperature, options.top_k, options.top_p, options.seed)
 
 
-def _stream(model: "Decoder", tokenizer: "Tokenizer", ids: list[int], options: argparse.Namespace) -> tuple[list[int], list[float]]:
-    """Generate and print as the tokens come; returns the ids and the time at which each was known."""
+def _stream(
+    model: "Decoder", tokenizer: "Tokenizer", ids: list[int], options: argparse.Namespace
+) -> tuple[list[int], list[float]]:
+    """Generate and print as the tokens come; returns the ids and when each was known."""
     from minillm.generate import generate
 
     text, times = tokenizer.stream(), []
@@ -87,7 +130,14 @@ def _stream(model: "Decoder", tokenizer: "Tokenizer", ids: list[int], options: a
         if i not in tokenizer.stop_ids:
             print(text.push(i), end="", flush=True)
 
-    new = generate(model, ids, options.max_new_tokens, sampling=_sampling(options), stop_ids=tokenizer.stop_ids, on_token=show)
+    new = generate(
+        model,
+        ids,
+        options.max_new_tokens,
+        sampling=_sampling(options),
+        stop_ids=tokenizer.stop_ids,
+        on_token=show,
+    )
     print(text.flush())
     return new, times
 
@@ -104,7 +154,7 @@ def _load(options: argparse.Namespace) -> "tuple[Decoder, Tokenizer]":
 
 def _generate(options: argparse.Namespace) -> None:
     from minillm import costs
-    from minillm.hardware import read_bandwidth
+    from minillm.measure import read_bandwidth
 
     model, tokenizer = _load(options)
     ids = tokenizer.encode(options.prompt)
@@ -112,15 +162,19 @@ def _generate(options: argparse.Namespace) -> None:
     new, times = _stream(model, tokenizer, ids, options)
     if not new:
         return
-    print(f"\n{len(ids)} prompt tokens, {len(new)} new; time to first token {(times[0] - start) * 1e3:.0f} ms", end="")
-    if len(new) > 1:
-        per_token = (times[-1] - times[0]) / (len(new) - 1)
-        moved = costs.decode_bytes(model.config, 1, len(ids) + len(new) // 2, model.dtype)
-        reached, bound = moved / per_token, read_bandwidth(model.device, model.dtype)
-        print(f", then {per_token * 1e3:.1f} ms per token ({1 / per_token:.1f} tokens/s)")
-        print(f"each token reads {moved / 1e6:.0f} MB: {reached / 1e9:.1f} of {bound / 1e9:.1f} GB/s ({reached / bound:.0%})")
-    else:
+    first = (times[0] - start) * 1e3
+    print(f"\n{len(ids)} prompt tokens, {len(new)} new; time to first token {first:.0f} ms", end="")
+    if len(new) == 1:
         print()
+        return
+    each = (times[-1] - times[0]) / (len(new) - 1)
+    moved = costs.decode_bytes(model.config, 1, len(ids) + len(new) // 2, model.dtype)
+    speed, bound = moved / each, read_bandwidth(model.device, model.dtype)
+    print(f", then {each * 1e3:.1f} ms per token ({1 / each:.1f} tokens/s)")
+    print(
+        f"each token reads {moved / 1e6:.0f} MB: {speed / 1e9:.1f} of {bound / 1e9:.1f} GB/s "
+        f"({speed / bound:.0%})"
+    )
 
 
 def _chat(options: argparse.Namespace) -> None:
@@ -141,67 +195,18 @@ def _chat(options: argparse.Namespace) -> None:
 
 
 def _count(options: argparse.Namespace) -> None:
+    from minillm.card import card
     from minillm.config import ModelConfig
     from minillm.hardware import Hardware
 
-    print(card(ModelConfig.preset(options.preset), Hardware.preset(options.gpu), options.batch, options.seq, options.dtype))
-
-
-def card(config: Any, hardware: Any, batch: int, seq: int, dtype: str) -> str:
-    """What serving `batch` sequences of `seq` tokens costs, as a text of about 20 lines."""
-    from minillm import costs
-    from minillm.hardware import roofline_seconds
-
-    for name, value in (("--batch", batch), ("--seq", seq)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be 1 or more.")
-    if seq > config.max_seq_len:
-        raise ValueError(f"--seq is {seq}; {config.name} was trained for at most {config.max_seq_len} positions.")
-    bits = costs.dtype_bits(dtype)
-    # Weights narrower than any arithmetic the chip has are multiplied in 16 bits (lesson 09).
-    arithmetic = "float32" if bits == 32 else next(d for d in ("float16", "float32") if d in hardware.peak_flops)
-    prompt_flops, token_flops = costs.prefill_flops(config, seq, last_logits_only=True), costs.decode_flops(config, seq)
-    intensity = costs.decode_intensity(config, batch, seq, dtype)
-    total, weights, cache = costs.param_count(config), costs.weight_bytes(config, dtype), costs.kv_cache_bytes(config, batch, seq, dtype)
-    lines = [f"{config.name}, {dtype}, {batch} × {seq} tokens, on {hardware.name}", "", f"parameters       {total:>18,}"]
-    lines += [f"  {part:<14} {n:>18,}  {n / total:6.1%}" for part, n in costs.param_breakdown(config).items() if n]
-    lines += [
-        f"weights          {weights / 1e9:>15.2f} GB  ({weights / 2**30:.2f} GiB)",
-        f"KV cache         {cache / 1e9:>15.2f} GB  ({costs.kv_bytes_per_token(config, dtype):,} bytes a token)",
-        "",
-        f"prefill          {prompt_flops / 1e12:>12.2f} TFLOP  for one prompt of {seq} tokens",
-        f"decode           {token_flops / 1e9:>12.2f} GFLOP  for one token after {seq}",
-        f"decode intensity {intensity:>12.1f} FLOP per byte  (ridge point {hardware.ridge_point(arithmetic):.0f})",
-        "",
-    ]
-    if weights > hardware.memory_bytes:
-        n = -(-weights // hardware.memory_bytes)
-        lines.append(f"does not fit: the weights alone need {n} × {hardware.name} ({hardware.memory_bytes / 1e9:.0f} GB each)")
-    else:
-        step = roofline_seconds(hardware, batch * token_flops, costs.decode_bytes(config, batch, seq, dtype), arithmetic)
-        first = roofline_seconds(hardware, prompt_flops, costs.weight_read_bytes(config, dtype), arithmetic)
-        largest = costs.max_batch_size(config, seq, hardware.memory_bytes, dtype)
-        lines += [
-            f"prefill bound    {first * 1e3:>15.2f} ms  for one prompt",
-            f"decode bound     {step * 1e3:>15.2f} ms  a step, {batch / step:,.0f} tokens/s",
-            f"largest batch    {largest:>18,}  sequences of {seq} tokens in {hardware.memory_bytes / 1e9:.0f} GB",
-        ]
-        if batch > largest:
-            lines.append(f"a batch of {batch} does not fit beside the weights")
-    return "\n".join(lines)
+    config, hardware = ModelConfig.preset(options.preset), Hardware.preset(options.gpu)
+    print(card(config, hardware, options.batch, options.seq, options.dtype))
 
 
 def _fetch(options: argparse.Namespace) -> None:
     from minillm.weights import fetch_default
 
     print(fetch_default())
-
-
-def _bench(options: argparse.Namespace) -> None:
-    from minillm import bench
-
-    named = {"--device": options.device, "--rate": options.rate, "--requests": options.requests}
-    bench.main(options.names + [part for name, value in named.items() if value is not None for part in (name, value)])
 
 
 if __name__ == "__main__":

@@ -1,30 +1,41 @@
-"""Counting: parameters, FLOPs, bytes *stored* and bytes *read*. Every other lesson predicts with these numbers.
+"""Counting: parameters, FLOPs, bytes *stored* and bytes *read*.
 
-Cost formulas (letters: L layers, C width, H/K query and key/value heads, D head size, F feed-forward width,
-V vocabulary, n tokens):
+Every other lesson predicts with these numbers. Cost formulas (L layers, C width, H and K query and
+key/value heads, D head dimension, F feed-forward width, V vocabulary):
 
     parameters      L * (C*H*D + 2*C*K*D + H*D*C + 3*C*F + 2*C) + V*C (+ V*C untied) + C
     KV bytes/token  2 * L * K * D * bytes
     FLOPs/token     2 * (parameters in matrices) + 4 * L * H * D * context
 
-Sources: Kaplan et al. 2020, section 2.1 (2 FLOPs per parameter and token); Pope et al. 2022, section 2 (memory and compute of
-inference). A multiply-add counts as 2 FLOPs. Counted: every matrix product, attention scores and the head.
-Not counted: norms, softmax, rotary positions, activations, sampling (together about 1% or less), and the scales
-that real quantized formats store beside their integers (lesson 09).
+Sources: Kaplan et al. 2020, section 2.1 (2 FLOPs per parameter and token); Pope et al. 2022,
+section 2 (memory and compute of inference). A multiply-add counts as 2 FLOPs. Counted: every matrix
+product, attention scores and the head. Not counted: norms, softmax, rotary positions, activations,
+sampling (together about 1% or less), and the scales that real quantized formats store beside their
+integers (lesson 09).
 Everything is exact integer arithmetic on a `ModelConfig`; no tensors.
 """
 
 from typing import Any
 
+from minillm.checks import check_whole
 from minillm.config import ModelConfig
 
-# bits per stored number
+# Bits per stored number.
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "float8": 8, "int8": 8, "int4": 4}
-_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp8": "float8"}
+_ALIASES = {
+    "fp32": "float32",
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp8": "float8",
+}
 
 
 def dtype_bits(dtype: Any) -> int:
-    """Bits per number for a dtype name ("float16", "bf16", "int4", …) or a torch.dtype."""
+    """Bits per number for a dtype name ("float16", "bf16", "int4", …) or a torch.dtype.
+
+    Raises ValueError for a dtype that is not in the table.
+    """
     name = str(dtype).removeprefix("torch.")
     name = _ALIASES.get(name, name)
     if name not in _BITS:
@@ -32,17 +43,14 @@ def dtype_bits(dtype: Any) -> int:
     return _BITS[name]
 
 
-def _check(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if type(value) is not int or value < 0:
-            raise ValueError(f"{name} is {value!r}; it must be a whole number, 0 or more.")
-
-
 # Parameters
 
 
 def param_breakdown(config: ModelConfig) -> dict[str, int]:
-    """Parameters by part; the values sum to `param_count`. A tied head counts once, under "embedding"."""
+    """Parameters by part; the values sum to `param_count`.
+
+    A tied head counts once, under "embedding".
+    """
     c, h, k, d, f = config.d_model, config.n_heads, config.n_kv_heads, config.d_head, config.d_ff
     attention = c * h * d + 2 * c * k * d + h * d * c  # W_q, W_k and W_v, W_o
     attention += (h + 2 * k) * d * config.qkv_bias + c * config.attn_out_bias
@@ -67,7 +75,7 @@ def param_count(config: ModelConfig) -> int:
 
 
 def matmul_params(config: ModelConfig) -> int:
-    """Parameters that one token is multiplied with: attention and feed-forward matrices, and the head.
+    """Parameters that one token is multiplied with: the layers' matrices, and the head.
 
     The head's matrix counts even when it is tied to the embedding: sharing saves memory, not work.
     """
@@ -81,7 +89,7 @@ def matmul_params(config: ModelConfig) -> int:
 
 
 def _bytes(n_numbers: int, dtype: Any) -> int:
-    """Rounded up to whole bytes, without a float on the way."""
+    """Bytes of `n_numbers`, rounded up to whole bytes in integer arithmetic."""
     return -(-n_numbers * dtype_bits(dtype) // 8)
 
 
@@ -93,8 +101,8 @@ def weight_bytes(config: ModelConfig, dtype: Any) -> int:
 def weight_read_bytes(config: ModelConfig, dtype: Any) -> int:
     """Bytes of weights that one forward pass has to read, whatever the batch.
 
-    All of them, except an input embedding that is not also the head: of that only the rows of the tokens are
-    fetched, which is neglected here (as are the rows of a learned position table).
+    All of them, except an input embedding that is not also the head: only the tokens' rows of it
+    are fetched. Those rows are neglected here, as are the rows of a learned position table.
     """
     unread = config.n_position_rows * config.d_model
     unread += 0 if config.tie_embeddings else config.vocab_size * config.d_model
@@ -102,16 +110,20 @@ def weight_read_bytes(config: ModelConfig, dtype: Any) -> int:
 
 
 def kv_cache_bytes(config: ModelConfig, batch_size: int, seq_len: int, dtype: Any) -> int:
-    """Bytes *stored* by a KV cache: 2 (K and V) * L * K * D numbers for each of batch_size * seq_len tokens."""
-    _check(batch_size=batch_size, seq_len=seq_len)
+    """Bytes *stored* by a KV cache of batch_size * seq_len tokens.
+
+    2 * L * K * D numbers for each token; the 2 is for keys and values.
+    """
+    check_whole("batch_size", batch_size, least=0)
+    check_whole("seq_len", seq_len, least=0)
     per_token = 2 * config.n_layers * config.n_kv_heads * config.d_head
     return _bytes(batch_size * seq_len * per_token, dtype)
 
 
 def kv_cache_read_bytes(config: ModelConfig, batch_size: int, context_len: int, dtype: Any) -> int:
-    """Bytes *read* from the cache by one decode step with `context_len` tokens cached per sequence.
+    """Bytes *read* from the cache by a decode step with `context_len` tokens cached per sequence.
 
-    Equal to the bytes stored, every step: the cache is written once and read again for each new token.
+    Equal to the bytes stored: the cache is written once and read again for each new token.
     """
     return kv_cache_bytes(config, batch_size, context_len, dtype)
 
@@ -122,30 +134,35 @@ def kv_bytes_per_token(config: ModelConfig, dtype: Any) -> int:
 
 
 def max_batch_size(config: ModelConfig, seq_len: int, memory_bytes: int, dtype: Any) -> int:
-    """Largest batch of `seq_len`-token sequences whose cache fits beside the weights (0 if none does).
+    """Largest batch of `seq_len`-token sequences whose cache fits beside the weights, or 0.
 
     Activations and the framework's own memory are not counted: a few percent of a serving GPU.
     """
-    _check(seq_len=seq_len, memory_bytes=memory_bytes)
+    check_whole("seq_len", seq_len, least=0)
+    check_whole("memory_bytes", memory_bytes, least=0)
     per_sequence = max(1, kv_cache_bytes(config, 1, seq_len, dtype))
     return max(0, memory_bytes - weight_bytes(config, dtype)) // per_sequence
 
 
-def attention_bytes(n_queries: int, n_keys: int, d_head: int, dtype: Any, *, block: int | None = None) -> int:
-    """Bytes that one head's attention, not causal, moves between a GPU's memory (HBM) and its processors' own (SRAM).
+def attention_bytes(
+    n_queries: int, n_keys: int, d_head: int, dtype: Any, *, block: int | None = None
+) -> int:
+    """Bytes that one head's attention, not causal, moves between HBM and SRAM.
 
-    block None: the plain way. Q, K and V are read and O written, N·d numbers each; the T × S scores are written, read by
-    the softmax, written as weights and read again: Θ(N·d + N²).
-    block: FlashAttention with that many queries a tile. Each tile of queries reads all keys and values once, and one
-    float32 log-sum-exp is written for each query: with SRAM for M numbers a tile has Θ(M/d) rows, so Θ(N²·d²/M)
-    (Dao et al. 2022, theorem 2).
+    HBM is a GPU's memory, SRAM its processors' own. N = T = S in the orders of growth.
+    block None: plain attention. Q, K and V are read and O is written, N·d numbers each; the T × S
+    scores are written, read by the softmax, written as weights and read again: Θ(N·d + N²).
+    block: FlashAttention with that many queries per tile. Each tile of queries reads all keys and
+    values once, and one float32 log-sum-exp is written for each query. With SRAM for M numbers a
+    tile has Θ(M/d) rows, so Θ(N²·d²/M) (Dao et al. 2022, theorem 2).
     """
-    _check(n_queries=n_queries, n_keys=n_keys, d_head=d_head)
+    check_whole("n_queries", n_queries, least=0)
+    check_whole("n_keys", n_keys, least=0)
+    check_whole("d_head", d_head, least=0)
     ends = 2 * n_queries * d_head  # Q in, O out
     if block is None:
         return _bytes(ends + 2 * n_keys * d_head + 4 * n_queries * n_keys, dtype)
-    if type(block) is not int or block < 1:
-        raise ValueError(f"block is {block!r}; it must be a whole number, 1 or more.")
+    check_whole("block", block)
     tiles = -(-n_queries // block)
     return _bytes(ends + tiles * 2 * n_keys * d_head, dtype) + 4 * n_queries
 
@@ -154,24 +171,28 @@ def attention_bytes(n_queries: int, n_keys: int, d_head: int, dtype: Any, *, blo
 
 
 def attention_flops(config: ModelConfig, n_pairs: int) -> int:
-    """FLOPs of QKᵀ and of PV over all layers: 2 * 2 * D per head for each (query, key) pair that is looked at."""
+    """FLOPs of QKᵀ and of PV over all layers: 2 * 2 * D per head for each (query, key) pair."""
     return 4 * config.n_layers * config.n_heads * config.d_head * n_pairs
 
 
 def decode_flops(config: ModelConfig, context_len: int) -> int:
-    """FLOPs for one new token that attends to `context_len` tokens, itself included, head included."""
-    _check(context_len=context_len)
+    """FLOPs, with the head's, for one new token that attends to `context_len` tokens.
+
+    The token itself is one of them.
+    """
+    check_whole("context_len", context_len, least=0)
     return 2 * matmul_params(config) + attention_flops(config, context_len)
 
 
 def prefill_flops(config: ModelConfig, n_tokens: int, *, last_logits_only: bool = False) -> int:
     """FLOPs for a prompt of `n_tokens` in one pass, causal: token i attends to i tokens.
 
-    Equal to the sum of `decode_flops(config, i)` for i = 1 … n_tokens. `last_logits_only` applies the head to
-    the last token alone, which is all that generation needs.
+    Equal to the sum of `decode_flops(config, i)` for i = 1 … n_tokens. `last_logits_only` applies
+    the head to the last token only, which is all that generation needs.
     """
-    _check(n_tokens=n_tokens)
-    flops = 2 * matmul_params(config) * n_tokens + attention_flops(config, n_tokens * (n_tokens + 1) // 2)
+    check_whole("n_tokens", n_tokens, least=0)
+    n_pairs = n_tokens * (n_tokens + 1) // 2
+    flops = 2 * matmul_params(config) * n_tokens + attention_flops(config, n_pairs)
     if last_logits_only:
         flops -= 2 * config.vocab_size * config.d_model * max(0, n_tokens - 1)
     return flops
@@ -182,15 +203,20 @@ def prefill_flops(config: ModelConfig, n_tokens: int, *, last_logits_only: bool 
 
 def decode_bytes(config: ModelConfig, batch_size: int, context_len: int, dtype: Any) -> int:
     """Bytes that one decode step moves: all weights once, and every sequence's cache."""
-    return weight_read_bytes(config, dtype) + kv_cache_read_bytes(config, batch_size, context_len, dtype)
+    cache = kv_cache_read_bytes(config, batch_size, context_len, dtype)
+    return weight_read_bytes(config, dtype) + cache
 
 
 def decode_intensity(config: ModelConfig, batch_size: int, context_len: int, dtype: Any) -> float:
-    """Arithmetic intensity of a decode step in FLOPs per byte (Williams et al. 2009, the roofline model)."""
-    return batch_size * decode_flops(config, context_len) / decode_bytes(config, batch_size, context_len, dtype)
+    """Arithmetic intensity of a decode step in FLOPs per byte (Williams et al. 2009, roofline)."""
+    flops = batch_size * decode_flops(config, context_len)
+    return flops / decode_bytes(config, batch_size, context_len, dtype)
 
 
 def prefill_intensity(config: ModelConfig, n_tokens: int, dtype: Any) -> float:
-    """Arithmetic intensity of a prefill in FLOPs per byte: weights read once, the cache written once."""
+    """Arithmetic intensity of a prefill in FLOPs per byte.
+
+    The weights are read once, and the cache is written once.
+    """
     moved = weight_read_bytes(config, dtype) + kv_cache_bytes(config, 1, n_tokens, dtype)
     return prefill_flops(config, n_tokens, last_logits_only=True) / moved

@@ -1,41 +1,55 @@
-"""The engine: continuous batching. Requests come and go between two forward passes; the batch never waits for one of them.
+"""The engine: continuous batching. Requests come and go between two forward passes.
 
 Sources: Yu et al. 2022 (Orca); Kwon et al. 2023 (vLLM), section 4.
-Cost: a step reads all weights once, whatever the number of requests in it, and each request's cache (`costs.decode_bytes`
-with its batch size): that is why many at once pay.
+Cost: a step reads all weights once, however many requests take part, and each request's cache
+(`costs.decode_bytes` with its batch size): that is why many at once pay.
 
-One step: the scheduler says who computes how many tokens (`minillm.scheduler`); all of them go through the model as one
-ragged row of tokens, each attending to its own blocks (`minillm.paged`); whoever has nothing left to compute gets a token.
-Not here: HTTP, streaming to clients, several devices.
+One step: the scheduler says who computes which tokens (`minillm.scheduler`); all of them go
+through the model as one ragged row, each attending to its own blocks (`minillm.paged`); every
+request whose tokens are all computed gets its next token.
+
+A request carries all that is known of it. Whatever interrupts a step, Ctrl-C included, the engine
+frees all blocks and starts again from the requests, so no token is lost or changed.
+Not here: HTTP, several devices.
 """
 
+import logging
 import math
-import time
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from minillm.flash import why_not_triton
+from minillm.checks import brief
+from minillm.cuda_graphs import DecodeGraphs
 from minillm.generate import check_request
+from minillm.kv_cache import Rows
 from minillm.model import Decoder
-from minillm.paged import BlockTable, PagedBatch, PagedKVCache
-from minillm.sampling import Sampling, sample
-from minillm.scheduler import Plan, Request, Scheduler
+from minillm.paged import PagedKVCache
+from minillm.request import Completion, Request
+from minillm.sampling import Sampling
+from minillm.scheduler import Scheduler, StepPlan
+from minillm.steps import Taker, draw_tokens, forward
+from minillm.timeline import Clock, Stats
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """How much memory and how many requests at once.
 
-    n_blocks blocks of block_size tokens are the cache (`costs.kv_cache_bytes(config, 1, n_blocks * block_size, dtype)`).
-    max_seqs: requests running at once. max_batch_tokens: tokens computed in one step, prompts included; more is better
-    throughput, fewer is a shorter pause for those who decode. policy "static" is the baseline: a batch starts when the last
-    is over, and its answers come when its longest is done. cuda_graphs: replay decode steps on a GPU instead of launching
-    each kernel.
+    n_blocks blocks of block_size tokens are the cache; they take
+    `costs.kv_cache_bytes(config, 1, n_blocks * block_size, dtype)` bytes.
+    max_seqs: requests running at once. max_waiting: requests that may wait besides, or None.
+    max_batch_tokens: tokens computed in one step, prompts included. More gives more throughput,
+    fewer a shorter pause for the requests that decode.
+    policy "static" is the baseline: a batch starts when the last is over, and its answers come
+    when its longest is done. cuda_graphs: replay decode steps on a GPU instead of launching each
+    kernel.
     """
 
     n_blocks: int
@@ -45,80 +59,9 @@ class EngineConfig:
     policy: str = "continuous"
     prefix_caching: bool = True
     chunked_prefill: bool = True
+    max_waiting: int | None = None
     cuda_graphs: bool = False
     backend: str = "auto"
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What became of a request. Times in seconds, from `submit` on: ttft to the first token, latency to the last; tpot is
-    the mean time between two tokens, NaN if there were fewer than two (and ttft NaN without any).
-
-    finish_reason: "stop" (a stop id, which is the last token), "length", or "aborted" (by `abort`, or by an error).
-    """
-
-    request_id: int
-    n_prompt: int
-    tokens: list[int]
-    finish_reason: str
-    ttft: float
-    tpot: float
-    latency: float
-    arrival: float
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class Step:
-    """A line of the timeline: what one step did, and how things stood after it."""
-
-    start: float
-    end: float
-    prefilled: int
-    decoded: int
-    running: int
-    waiting: int
-    free_blocks: int
-    work: tuple[tuple[int, int, bool], ...]  # (request id, tokens computed, whether it was decoding)
-    context: int  # tokens in the caches of those who took part
-
-
-@dataclass
-class Stats:
-    """Counts since the engine was made. kv_waste: share of the allocated slots that held no token, over all steps."""
-
-    peak_blocks: int = 0
-    preemptions: int = 0
-    prefix_hit_tokens: int = 0
-    steps: int = 0
-    timeline: deque[Step] = field(default_factory=lambda: deque(maxlen=100_000))
-    _slots: int = 0
-    _empty: int = 0
-
-    @property
-    def kv_waste(self) -> float:
-        return self._empty / self._slots if self._slots else 0.0
-
-
-class Clock:
-    """The time that requests are stamped with. A simulation replaces it by one that `passed` moves on."""
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def wait_until(self, moment: float) -> None:
-        """Nothing to do before `moment`."""
-        time.sleep(max(0.0, moment - self.now()))
-
-    def passed(self, prefilled: int, decoded: int, context: int) -> None:
-        """A step with these tokens has just been computed, in the presence of `context` cached ones."""
-
-
-@dataclass
-class _Times:
-    arrival: float
-    first: float = math.nan
-    last: float = math.nan
 
 
 class Engine:
@@ -128,227 +71,264 @@ class Engine:
         ids = [engine.submit(prompt, 64) for prompt in prompts]
         completions = engine.run()                          # or engine.step() again and again
 
-    The same request gives the same tokens whoever runs beside it, up to rounding: sums over a larger batch may be taken in
-    another order. Sampling uses a generator of its own for each request.
+    The same request gives the same tokens whatever runs beside it, up to rounding: sums over a
+    larger batch may be taken in another order.
+    rows: how the cache stores keys and values (`minillm.kv_cache.Rows`). proposer: guesses which
+    tokens will follow those of a decoding request; right guesses save steps, and wrong ones change
+    nothing but the time.
     """
 
-    def __init__(self, model: Decoder, config: EngineConfig, *, clock: Clock | None = None):
+    def __init__(
+        self,
+        model: Decoder,
+        config: EngineConfig,
+        *,
+        clock: Clock | None = None,
+        rows: Callable[[Decoder, tuple[int, int]], Rows] = Rows,
+        proposer: Callable[[Request], Sequence[int]] | None = None,
+    ):
         c = config
         self.model, self.config, self.clock = model, config, clock or Clock()
-        self.cache = PagedKVCache(model, c.n_blocks, c.block_size, prefix_caching=c.prefix_caching, backend=c.backend)
-        self._graphs = _DecodeGraphs(model, self.cache, c.max_seqs) if c.cuda_graphs else None
+        paging = {"prefix_caching": c.prefix_caching, "backend": c.backend, "rows": rows}
+        self.cache = PagedKVCache(model, c.n_blocks, c.block_size, **paging)
+        self._graphs = DecodeGraphs(model, self.cache, c.max_seqs) if c.cuda_graphs else None
         self.scheduler = Scheduler(
-            self.cache.manager, max_seqs=c.max_seqs, max_batch_tokens=c.max_batch_tokens, policy=c.policy,
+            self.cache.manager,
+            max_seqs=c.max_seqs,
+            max_batch_tokens=c.max_batch_tokens,
+            policy=c.policy,
             chunked_prefill=c.chunked_prefill,
-        )  # fmt: skip
+            max_waiting=c.max_waiting,
+        )
         self.stats = Stats()
+        self._proposer = proposer
         self._next_id = 0
-        self._times: dict[int, _Times] = {}
-        self._generators: dict[int, torch.Generator] = {}
-        self._ended: list[tuple[Request, str, str | None]] = []  # over, but not handed out yet
+        self._requests: dict[int, Request] = {}  # all that are not handed out, oldest first
+        self._ended: list[Request] = []  # those of them that are over
+        self._in_order = True
 
     def submit(
-        self, prompt_ids: Sequence[int], max_new_tokens: int, *, sampling: Sampling | None = None, stop_ids: Iterable[int] = (),
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int,
+        *,
+        sampling: Sampling | None = None,
+        stop_ids: Iterable[int] = (),
+        on_token: Callable[[int], None] | None = None,
         arrival: float | None = None,
-    ) -> int:  # fmt: skip
-        """Queue a request; returns its id. Raises ValueError or TypeError for what could never run.
+    ) -> int:
+        """Queue a request; returns its id.
 
-        arrival: when it came, on the engine's clock, if that was before this call.
+        on_token: called with each token as it is delivered: when it is produced, or in a static
+        batch when the batch is over. arrival: when the request came, on the engine's clock, if
+        that was before this call.
+        Raises ValueError or TypeError for what could never run, QueueFull beyond `max_waiting`.
         """
-        return self.submit_samples(prompt_ids, max_new_tokens, [sampling], stop_ids=stop_ids, arrival=arrival)[0]
+        options = {"stop_ids": stop_ids, "on_token": on_token, "arrival": arrival}
+        return self.submit_samples(prompt_ids, max_new_tokens, [sampling], **options)[0]
 
     def submit_samples(
-        self, prompt_ids: Sequence[int], max_new_tokens: int, samplings: Sequence[Sampling | None], *,
-        stop_ids: Iterable[int] = (), arrival: float | None = None,
-    ) -> list[int]:  # fmt: skip
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int,
+        samplings: Sequence[Sampling | None],
+        *,
+        stop_ids: Iterable[int] = (),
+        on_token: Callable[[int], None] | None = None,
+        arrival: float | None = None,
+    ) -> list[int]:
         """Several completions of one prompt, one for each of `samplings`; returns their ids.
 
-        The prompt is computed once. Its blocks are shared, and copied only where two samples write into the same one.
+        The prompt is computed once. Its blocks are shared, and copied only where two samples
+        write into the same one.
         """
         if not samplings:
-            raise ValueError("samplings is empty; give one Sampling (or None for greedy) for each completion.")
+            raise ValueError(
+                "samplings is empty; give one Sampling (or None for greedy) for each completion."
+            )
         ids, stop = check_request(self.model, prompt_ids, max_new_tokens, samplings[0], stop_ids)
-        requests: list[Request] = []
         for sampling in samplings:
             check_request(self.model, ids, max_new_tokens, sampling, stop)
+        if on_token is not None and not callable(on_token):
+            raise TypeError(f"on_token is {brief(on_token)}; give a function of one token id.")
+        if arrival is None:
+            arrival = self.clock.now()
+        elif not isinstance(arrival, (int, float)) or not math.isfinite(arrival):
+            raise ValueError(
+                f"arrival is {brief(arrival)}; give a time in seconds on the engine's clock."
+            )
+        requests: list[Request] = []
+        for i, sampling in enumerate(samplings, self._next_id):
+            drawn = sampling is not None and not sampling.greedy
+            uniforms = sampling.uniforms(max_new_tokens) if drawn else array("d")
             parent = requests[0] if requests else None
-            requests.append(Request(self._next_id + len(requests), list(ids), max_new_tokens, stop, sampling, parent))
-        for request in requests:
-            if max_new_tokens == 0:
-                self._ended.append((request, "length", None))
-            else:
-                self.scheduler.submit(request)  # refuses the first or none: they are alike
-        self._next_id += len(requests)
-        for request in requests:
-            self._times[request.id] = _Times(self.clock.now() if arrival is None else arrival)
-            if request.sampling is not None and max_new_tokens > 0:
-                self._generators[request.id] = request.sampling.generator(self.model.device)
+            request = Request(
+                i, list(ids), max_new_tokens, stop, sampling, parent, on_token, uniforms, arrival
+            )
+            requests.append(request)
+        if max_new_tokens:
+            self.scheduler.check(requests[0], len(requests))
+        with self._restored_if_interrupted():
+            for request in requests:
+                if max_new_tokens:
+                    self.scheduler.submit(request)
+                else:
+                    request.finish_reason, request.ended = "length", arrival
+                    self._ended.append(request)
+            self._next_id += len(requests)
+            self._requests |= {request.id: request for request in requests}
         return [request.id for request in requests]
 
     def abort(self, request_id: int) -> None:
-        """End a request now, with the tokens it has; its Completion comes with the next `step`. ValueError if it is over."""
-        request = self.scheduler.find(request_id)
-        if request is None:
-            raise ValueError(f"Request {request_id!r} is not running or waiting; it ended, or never was.")
-        self._end(request, "aborted")
+        """End a request now, with the tokens it has; its Completion comes with the next `step`.
+
+        ValueError if it is over.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.finish_reason:
+            raise ValueError(
+                f"Request {brief(request_id)} is not running or waiting; it ended, or never was."
+            )
+        with self._restored_if_interrupted():
+            self._end(request, "aborted")
 
     @property
     def busy(self) -> bool:
         """Whether a step has anything to do or to hand out."""
-        return bool(self.scheduler.running or self.scheduler.waiting or self._ended)
+        return bool(self._requests)
 
     def run(self) -> dict[int, Completion]:
-        """Step until nothing is left; returns the completions by request id."""
-        completions: dict[int, Completion] = {}
-        while self.busy:
-            completions |= {completion.request_id: completion for completion in self.step()}
-        return completions
+        """Step until nothing is left; returns the completions by request id.
 
-    @torch.inference_mode()
+        If it is interrupted, or a step fails, the next call goes on and returns these as well.
+        """
+        self._advance()
+        while len(self._ended) < len(self._requests):
+            self._advance()
+        return {completion.request_id: completion for completion in self._hand_out()}
+
     def step(self) -> list[Completion]:
-        """One forward pass for whoever the scheduler chose; returns the requests that are over."""
-        start = self.clock.now()
-        plan = self.scheduler.schedule()
-        if plan.work:
-            try:
-                logits, best = self._forward(plan)
-            except Exception as error:  # out of memory, say: whose fault it was can't be told, so all who took part end
-                for request, _ in plan.work:
-                    self._end(request, "aborted", f"{type(error).__name__}: {error}")
-            else:
-                self._record(plan, start)
-                self._produce(plan, logits, best)
+        """One forward pass for the requests that the scheduler chose; returns those now over.
+
+        An error in the pass ends every request that took part as "aborted" and is raised; the
+        next step goes on with the others.
+        """
+        self._advance()
         if self.config.policy == "static" and self.scheduler.running:
             return []  # the answers of a static batch come together
-        ended, self._ended = self._ended, []
-        return [self._completion(*item) for item in ended]
+        return self._hand_out()
 
-    def _forward(self, plan: Plan) -> tuple[Tensor, list[int]]:
-        """Compute the plan's tokens; returns the logits (n_requests, V) after the last token of each, and the likeliest
-        next tokens. These are needed at once, so a GPU is done when this returns."""
-        tables, n_new = [request.table for request, _ in plan.work], [n for _, n in plan.work]
-        self.cache.copy(plan.copies)
-        ids = [request.ids[request.table.n_tokens : request.table.n_tokens + n] for request, n in plan.work]
-        if self._graphs is not None and max(n_new) == 1:
-            logits = self._graphs.run(tables, [i for (i,) in ids])
-        else:
-            tokens = torch.tensor([list(chain(*ids))], device=self.model.device)  # (1, N)
-            hidden = self.model.hidden(tokens, self.cache.batch(tables, n_new))[0]
-            last = torch.tensor(n_new, device=hidden.device).cumsum(0) - 1
-            logits = self.model.head(hidden[last])
-        return logits, logits.argmax(-1).tolist()
+    @torch.inference_mode()
+    def _advance(self) -> None:
+        with self._restored_if_interrupted():
+            start = self.clock.now()
+            self._propose()
+            plan = self.scheduler.schedule()
+            if plan.work:
+                try:
+                    logits, best = self._forward(plan)
+                except Exception as error:  # out of memory, say: one cannot tell whose fault it was
+                    for work in plan.work:
+                        self._end(work.request, "aborted", error)
+                    raise
+                self.clock.passed(*plan.counts)
+                self.stats.record(plan, self.scheduler, start, self.clock.now())
+                self._produce(plan, logits, best)
+            self._deliver()
 
-    def _produce(self, plan: Plan, logits: Tensor, best: list[int]) -> None:
-        """Give a token to every request that has computed all it had."""
-        for (request, _), row, likeliest in zip(plan.work, logits, best, strict=True):
-            self.scheduler.manager.remember(request.table, request.ids)
-            if request.n_pending == 0:
-                started = self.scheduler.fork(request) if len(request.ids) == request.n_prompt else []
-                for each in (request, *started):  # samples of one prompt start from the same logits
-                    self._add_token(each, row, likeliest)
+    @contextmanager
+    def _restored_if_interrupted(self) -> Iterator[None]:
+        """If the block is left by an exception, start again from the requests.
 
-    def _add_token(self, request: Request, logits: Tensor, best: int) -> None:
+        If that is interrupted too, the next call does it.
+        """
+        if not self._in_order:
+            self._restore()
+        self._in_order = False
         try:
-            drawn = best
-            if request.sampling is not None and request.sampling.temperature > 0:
-                drawn = int(sample(logits, request.sampling, self._generators[request.id]))
-        except Exception as error:  # this request's own trouble; the others go on
-            self._end(request, "aborted", f"{type(error).__name__}: {error}")
-            return
-        request.ids.append(drawn)
-        times = self._times[request.id]
-        times.last = self.clock.now()
-        if len(request.ids) == request.n_prompt + 1:
-            times.first = times.last
-        if drawn in request.stop_ids:
-            self._end(request, "stop")
-        elif len(request.ids) == request.n_prompt + request.max_new_tokens:
-            self._end(request, "length")
+            yield
+        except BaseException:
+            self._restore()
+            raise
+        self._in_order = True
 
-    def _end(self, request: Request, reason: str, error: str | None = None) -> None:
+    def _restore(self) -> None:
+        requests = list(self._requests.values())
+        for request in requests:
+            if not request.finish_reason and request.end_reason:  # interrupted just before its end
+                request.ended = request.times[len(request.tokens) - 1]
+                request.finish_reason = request.end_reason
+        self._ended = [request for request in requests if request.finish_reason]
+        self.scheduler.restart(request for request in requests if not request.finish_reason)
+        if self._graphs is not None:
+            self._graphs.claim_padding()
+        self._in_order = True
+
+    def _propose(self) -> None:
+        for request in self.scheduler.running if self._proposer else ():
+            if request.decoding:
+                # One token comes without a guess, and no more than max_new_tokens are wanted.
+                room = request.max_new_tokens - len(request.tokens) - 1
+                request.guesses = list(self._proposer(request))[:room]
+
+    def _forward(self, plan: StepPlan) -> tuple[Tensor, list[int]]:
+        return forward(plan, self.model, self.cache, self._graphs)
+
+    def _produce(self, plan: StepPlan, logits: Tensor, best: list[int]) -> None:
+        """Give tokens to every request whose tokens are all computed."""
+        takers: list[Taker] = []
+        row = 0
+        for work in plan.work:
+            request, rows = work.request, range(row, row + work.n_logits)
+            row = rows.stop
+            self.scheduler.manager.remember(request.table, request.ids)
+            if rows:
+                # When a prompt is done, its samples start from the same logits.
+                started = [] if request.tokens else self.scheduler.fork(request)
+                takers += [(each, rows) for each in (request, *started)]
+        now = self.clock.now()
+        for (request, _), tokens in zip(takers, draw_tokens(takers, logits, best), strict=True):
+            try:
+                n_wrong = request.accept(tokens, now)
+                if self.config.policy == "continuous":
+                    request.deliver()
+            except Exception as error:  # the request's own trouble; the others go on
+                _log.exception("Request %d ends: a token could not be delivered.", request.id)
+                self._end(request, "aborted", error)
+            else:
+                if request.end_reason:
+                    self._end(request, request.end_reason)
+                else:
+                    self.scheduler.manager.rewind(request.table, n_wrong)
+
+    def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
+        request.error = None if error is None else f"{type(error).__name__}: {error}"
+        request.ended = self.clock.now()
+        request.finish_reason = reason  # from here on the request is over
         self.scheduler.finish(request)
-        self._generators.pop(request.id, None)
-        self._ended.append((request, reason, error))
+        self._ended.append(request)
 
-    def _completion(self, request: Request, reason: str, error: str | None) -> Completion:
-        times, n = self._times.pop(request.id), len(request.tokens)
-        if self.config.policy == "static":
-            times.last = self.clock.now()
-        tpot = (times.last - times.first) / (n - 1) if n > 1 else math.nan
-        latency = (times.last if n else self.clock.now()) - times.arrival
-        return Completion(
-            request.id, request.n_prompt, request.tokens, reason, times.first - times.arrival, tpot, latency, times.arrival, error
-        )
+    def _deliver(self) -> None:
+        """Hand the tokens of ended requests to their callbacks: in a static batch, all at once."""
+        static = self.config.policy == "static"
+        if static and self.scheduler.running:
+            return
+        now = self.clock.now()
+        for request in self._ended:
+            if request.delivered:
+                continue
+            if static:
+                request.times, request.ended = [now] * len(request.tokens), now
+            try:
+                request.deliver()
+            except Exception:
+                _log.exception("Request %d: a token could not be delivered.", request.id)
+            request.delivered = True
 
-    def _record(self, plan: Plan, start: float) -> None:
-        work = tuple((request.id, n, n == 1 and request.table.n_tokens > request.n_prompt) for request, n in plan.work)
-        decoded = sum(decoding for _, _, decoding in work)
-        prefilled, context = sum(n for _, n, _ in work) - decoded, sum(request.table.n_tokens for request, _ in plan.work)
-        self.clock.passed(prefilled, decoded, context)
-        stats = self.stats
-        slots, empty = self.scheduler.slots()
-        stats._slots += slots
-        stats._empty += empty
-        stats.steps += 1
-        stats.peak_blocks = max(stats.peak_blocks, slots // self.config.block_size)
-        stats.preemptions, stats.prefix_hit_tokens = self.scheduler.preemptions, self.scheduler.hit_tokens
-        stats.timeline.append(
-            Step(
-                start, self.clock.now(), prefilled, decoded, len(self.scheduler.running), len(self.scheduler.waiting),
-                self.cache.manager.n_available, work, context,
-            )
-        )  # fmt: skip
-
-
-class _DecodeGraphs:
-    """Decode steps as CUDA graphs, captured once for a few batch sizes and replayed with new numbers in the same tensors.
-
-    A decode step of a small model is hundreds of kernels of microseconds each; launching them one by one from Python takes
-    longer than running them. Rows beyond the requests at hand are padding: a sequence of one token in a block of its own.
-    """
-
-    def __init__(self, model: Decoder, cache: PagedKVCache, max_seqs: int):
-        if cache.k.device.type != "cuda":
-            raise ValueError(f"cuda_graphs needs a model on a CUDA device; this one is on {cache.k.device}. Leave it off.")
-        if cache.backend not in ("auto", "triton") or why_not_triton(cache.k[0, 0], 1.0):
-            raise ValueError("cuda_graphs needs the backend 'triton', whose launches do not depend on the numbers; leave it off.")
-        self._model, self._cache = model, cache
-        self._sizes = sorted({min(2**i, max_seqs) for i in range(max_seqs.bit_length() + 1)})
-        limit = min(cache.manager.allocator.n_blocks, -(-model.config.max_seq_len // cache.manager.block_size))
-        self._width = limit
-        self._padding = BlockTable([cache.manager.allocator.allocate()])
-        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, PagedBatch, Tensor]] = {}
-
-    def run(self, tables: list[BlockTable], tokens: list[int]) -> Tensor:
-        """Logits (n_requests, V) after one more token of each."""
-        n = len(tables)
-        size = next(size for size in self._sizes if size >= n)
-        if size not in self._captured:
-            self._captured[size] = self._capture(size)
-        graph, static_tokens, batch, logits = self._captured[size]
-        batch.refill([*tables, *[self._padding] * (size - n)])
-        static_tokens.copy_(torch.tensor([tokens + [0] * (size - n)]))
-        graph.replay()
-        for table in tables:
-            table.n_tokens += 1
-        return logits[:n]
-
-    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor, PagedBatch, Tensor]:
-        tokens = torch.zeros(1, size, dtype=torch.int64, device=self._cache.k.device)
-        batch = PagedBatch(self._cache, [self._padding] * size, [1] * size, width=self._width)
-
-        def forward() -> Tensor:
-            logits = self._model(tokens, batch)[0]
-            self._padding.n_tokens = 0  # the forward pass has counted it on
-            return logits
-
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # compile the kernels and reserve the libraries' workspaces outside the graph
-                forward()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            logits = forward()
-        return graph, tokens, batch, logits
+    def _hand_out(self) -> list[Completion]:
+        if not self._ended:
+            return []
+        completions = [request.completion() for request in self._ended]
+        left = {i: r for i, r in self._requests.items() if not r.finish_reason}
+        self._requests, self._ended = left, []
+        return completions

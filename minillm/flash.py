@@ -1,17 +1,19 @@
 """FlashAttention: exact attention in tiles, without the T × S matrix, forward and backward.
 
-Sources: Dao et al. 2022 (FlashAttention); Dao 2023 (FlashAttention-2); Milakov and Gimelshein 2018 (online softmax).
-Cost: the FLOPs of plain attention (the backward pass: 5 products instead of 4, because the weights are computed again, and
-7 in the Triton kernels, which compute them twice), and far fewer bytes between the GPU's memory (HBM) and its processors'
-own (SRAM): `costs.attention_bytes`. Memory kept for the backward pass: the output and one log-sum-exp a row, instead of
-T × S weights.
+Sources: Dao et al. 2022 (FlashAttention); Dao 2023 (FlashAttention-2); Milakov and Gimelshein 2018
+(online softmax).
+Cost: the FLOPs of plain attention, and far fewer bytes between the GPU's memory (HBM) and its
+processors' own (SRAM): `costs.attention_bytes`. The backward pass needs 5 products instead of 4,
+because the weights are computed again; the Triton kernels compute them twice and need 7. Memory
+kept for the backward pass: the output and one log-sum-exp per row, instead of T × S weights.
 
-Two versions of the same loop: `tiled_attention` in plain torch, to read and to count with, and the Triton kernels of
-`minillm.kernels`. `FlashAttention` gives both the same backward pass by recomputation.
-Not here: dropout, sliding windows, biases. Causal masks align the last query with the last key, as everywhere.
+Two versions of the same loop: `tiled_attention` in plain torch, to read and to count with, and the
+Triton kernels of `minillm.kernels`. In both, the backward pass of `FlashAttention` recomputes the
+weights.
+Causal masks align the last query with the last key, as everywhere.
+Not here: dropout, sliding windows, biases.
 """
 
-import importlib.util
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -19,42 +21,62 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minillm.checks import check_whole
+from minillm.kernels import rows_contiguous
+
 LN_2, LOG2_E = math.log(2), math.log2(math.e)
-MAX_D = 256
 
 
 @dataclass
 class Traffic:
-    """Counts the bytes that tiles would move between HBM and SRAM, were each a program of a GPU."""
+    """Counts the bytes that tiles would move between HBM and SRAM if each were a GPU program."""
 
     loaded: int = 0
     stored: int = 0
 
     @property
     def total(self) -> int:
+        """Bytes loaded and stored."""
         return self.loaded + self.stored
 
 
 def tiled_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None, block_t: int = 64, block_s: int = 64,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    block_t: int = 64,
+    block_s: int = 64,
     traffic: Traffic | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """softmax(scale · q kᵀ) v by online softmax over tiles of block_t queries and block_s keys.
 
-    q (B, T, H, D), k and v (B, S, K, D); returns (B, T, H, D). Meant for checked inputs, as `minillm.attention` gives them.
-    traffic: if given, the bytes are added to it that the kernel with these tiles moves: each query tile once, each tile
-    of keys and values once for every query tile of every query head that sees it, the output and the log-sum-exp once.
-    Every (query tile, key tile) step is done for all heads and sequences at once; on a GPU each head has its own programs.
+    q (B, T, H, D), k and v (B, S, K, D); returns (B, T, H, D). The inputs must be checked already,
+    as `minillm.attention` does. scale: 1/sqrt(D) unless given.
+    traffic: if given, it adds up the bytes that a kernel with these tiles moves: each query tile
+    once, each tile of keys and values once for every query tile of every query head that sees it,
+    the output and the log-sum-exp once.
+    Each (query tile, key tile) step is done for all heads and sequences at once; on a GPU each head
+    has its own programs.
+    Raises ValueError if block_t or block_s is not a whole number of 1 or more.
     """
-    for name, size in (("block_t", block_t), ("block_s", block_s)):
-        if type(size) is not int or size < 1:
-            raise ValueError(f"{name} is {size!r}; it must be a whole number, 1 or more.")
+    check_whole("block_t", block_t)
+    check_whole("block_s", block_s)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return _tiled_forward(q, k, v, causal, scale, block_t, block_s, traffic or Traffic())[0]
 
 
 def _tiled_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, block_t: int, block_s: int, traffic: Traffic
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    block_t: int,
+    block_s: int,
+    traffic: Traffic,
 ) -> tuple[Tensor, Tensor]:
     """Output (B, T, H, D) and log-sum-exp (B, H, T); the loops of `kernels/flash_forward.py`."""
     (B, T, H, D), S, G = q.shape, k.shape[1], q.shape[2] // k.shape[2]
@@ -70,13 +92,16 @@ def _tiled_forward(
         traffic.loaded += q[..., t0 : t0 + block_t, :].nbytes
         for s0 in range(0, int(last_key[-1]) + 1, block_s):
             k_tile, v_tile = k[..., s0 : s0 + block_s, :], v[..., s0 : s0 + block_s, :]
-            traffic.loaded += G * (k_tile.nbytes + v_tile.nbytes)  # every query head's program loads them
-            scores = q_tile @ k_tile.float().mT * (scale * LOG2_E)  # (B, K, G, block_t, block_s), in powers of two
+            # Each of the G query heads has a program that loads them.
+            traffic.loaded += G * (k_tile.nbytes + v_tile.nbytes)
+            # (B, K, G, block_t, block_s), as exponents of 2
+            scores = q_tile @ k_tile.float().mT * (scale * LOG2_E)
             hidden = torch.arange(s0, s0 + k_tile.shape[-2], device=q.device) > last_key[:, None]
             scores = scores.masked_fill(hidden, -torch.inf)
             m_new = torch.maximum(m, scores.amax(-1))
             weights = torch.exp2(scores - m_new[..., None])
-            rescale = torch.exp2(m - m_new)  # what was summed so far was measured against a smaller maximum
+            # The sums so far are relative to the old maximum.
+            rescale = torch.exp2(m - m_new)
             total = total * rescale + weights.sum(-1)
             acc = acc * rescale[..., None] + weights.to(v.dtype).float() @ v_tile.float()
             m = m_new
@@ -87,9 +112,21 @@ def _tiled_forward(
 
 
 def _tiled_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, block_t: int, block_s: int
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    block_t: int,
+    block_s: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK, dV in the shapes of q, k, v; the formulas of `kernels/flash_backward.py`, one tile of weights at a time."""
+    """dQ, dK, dV in the shapes of q, k, v, by the formulas of `kernels/flash_backward.py`.
+
+    Only one tile of weights exists at a time.
+    """
     shapes, dtype = (q.shape, k.shape, v.shape), q.dtype
     T, S = q.shape[1], k.shape[1]
     q, k, v = _heads_first(q, k, v)
@@ -113,21 +150,29 @@ def _tiled_backward(
             # The heads of a group share k and v, so their gradients add up.
             dk[..., s, :] += (dscores.mT @ q_tile * scale).sum(2, keepdim=True)
             dv[..., s, :] += (weights.to(dtype).float().mT @ grad_tile).sum(2, keepdim=True)
-    return tuple(x.flatten(1, 2).transpose(1, 2).reshape(shape).to(dtype) for x, shape in zip((dq, dk, dv), shapes, strict=True))
+    return tuple(
+        x.flatten(1, 2).transpose(1, 2).reshape(shape).to(dtype)
+        for x, shape in zip((dq, dk, dv), shapes, strict=True)
+    )
 
 
 def _heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views with the tokens last but one, and the query heads grouped under the key/value head that they share."""
+    """Views (B, K, G, T, D) and twice (B, K, 1, S, D): query heads grouped by key/value head."""
     groups = q.transpose(1, 2).unflatten(1, (k.shape[2], -1))  # (B, K, G, T, D)
     return groups, k.transpose(1, 2).unsqueeze(2), v.transpose(1, 2).unsqueeze(2)
 
 
 class FlashAttention(torch.autograd.Function):
-    """`apply(q, k, v, causal, scale, backend)` with backend "tiled" or "triton": keeps q, k, v, the output and the
-    log-sum-exp; the backward pass computes the weights again from them (Dao et al. 2022, section 3.1)."""
+    """`apply(q, k, v, causal, scale, backend)` with backend "tiled" or "triton".
+
+    Keeps q, k, v, the output and the log-sum-exp; the backward pass computes the weights again from
+    them (Dao et al. 2022, section 3.1).
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, backend: str) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, backend: str
+    ) -> Tensor:
         if backend == "triton":
             from minillm.kernels.flash_forward import flash_forward
 
@@ -146,14 +191,20 @@ class FlashAttention(torch.autograd.Function):
         if ctx.backend == "triton":
             from minillm.kernels.flash_backward import flash_backward
 
-            gradients = flash_backward(rows_contiguous(grad), q, k, v, out, lse, ctx.causal, ctx.scale)
+            gradients = flash_backward(
+                rows_contiguous(grad), q, k, v, out, lse, ctx.causal, ctx.scale
+            )
         else:
             gradients = _tiled_backward(grad, q, k, v, out, lse, ctx.causal, ctx.scale, 64, 64)
         return *gradients, None, None, None
 
 
 def triton_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-    """Attention by the Triton kernels, whichever suits: few queries and no gradient wanted, the decode kernel."""
+    """Attention by the Triton kernels: the decode kernel for few queries, else the forward kernel.
+
+    q (B, T, H, D), k and v (B, S, K, D); returns (B, T, H, D). When a gradient is wanted,
+    `FlashAttention`.
+    """
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return FlashAttention.apply(q, k, v, causal, scale, "triton")
     from minillm.kernels.flash_decode import MAX_ROWS, flash_decode
@@ -163,38 +214,3 @@ def triton_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
     if q.shape[1] * q.shape[2] // k.shape[2] <= MAX_ROWS:
         return flash_decode(q, k, v, causal, scale)
     return flash_forward(q, k, v, causal, scale)[0]
-
-
-def rows_contiguous(x: Tensor) -> Tensor:
-    """x (…, heads, D), copied if the kernels can't read it as it lies: they take any strides except in the last dimension,
-    and count from head to head in 32 bits."""
-    return x if x.stride(-1) == 1 and x.stride(-2) * x.shape[-2] < 2**31 else x.contiguous()
-
-
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
-
-
-def why_not_triton(q: Tensor, scale: float) -> str | None:
-    """A sentence that says why the Triton kernels can't take this input, or None if they can."""
-    if not _HAS_TRITON:
-        return "backend 'triton' needs the package triton, which exists for Linux; use 'sdpa' or 'tiled'."
-    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"backend 'triton' computes in float32, float16 or bfloat16, not in {q.dtype}; convert q, k, v or use 'sdpa'."
-    if q.shape[-1] > MAX_D:
-        return f"backend 'triton' takes heads of at most {MAX_D} dimensions, not {q.shape[-1]}; use 'sdpa'."
-    if not scale > 0:
-        return f"backend 'triton' needs a scale above 0, not {scale}; use 'sdpa'."
-    if q.is_cuda:
-        return None
-    from minillm.kernels import INTERPRETED
-
-    if not INTERPRETED:
-        return (
-            f"backend 'triton' needs a CUDA device, and q is on {q.device}; use 'sdpa' or 'tiled', or set TRITON_INTERPRET=1 "
-            "before Python starts to run the kernels slowly on the CPU."
-        )
-    if q.device.type != "cpu":
-        return f"Triton's interpreter needs tensors on the CPU, and q is on {q.device}."
-    if q.dtype == torch.bfloat16:
-        return "Triton's interpreter computes bfloat16 products wrongly; use float32 or float16 there."
-    return None

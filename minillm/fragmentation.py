@@ -1,28 +1,38 @@
-"""Where cache memory goes when every sequence must lie in one piece: a simulation of four ways to hand it out. Pure Python.
+"""Where cache memory goes: a simulation of four ways to hand it out to sequences. Pure Python.
 
-Sources: Kwon et al. 2023, section 3.1 and figure 2 (20 to 38% of the reserved memory held tokens); Knuth, The Art of
-Computer Programming, volume 1, section 2.5 (first fit, the buddy system, external fragmentation).
+Sources: Kwon et al. 2023, section 3.1 and figure 2 (20 to 38% of the reserved memory held tokens);
+Knuth, The Art of Computer Programming, volume 1, section 2.5 (first fit, the buddy system, external
+fragmentation).
 
-    max      one piece as long as any sequence may become       oracle   one piece of the length it will have, known ahead
-    buddy    one piece of the next power of two of that         paged    blocks, one by one, as tokens come
+Four policies. With the first three, every sequence lies in one piece:
 
-Each slot of the pool holds one token and at any time is one of: used (a token is in it), reserved (its sequence will put
-one there), internal (handed out, and never to hold a token), external (free, and enough for the first in the queue if only it were
-in one piece), free.
+    max      a piece as long as any sequence may become
+    oracle   a piece of the sequence's final length, known in advance
+    buddy    a piece of that length, rounded up to a power of two
+    paged    blocks, one by one, as tokens come
+
+Each slot of the pool has room for one token and is in one of five states:
+
+    used       it holds a token
+    reserved   handed out, and its sequence will put a token there
+    internal   handed out, and will never hold a token
+    external   free, and the first sequence in the queue would fit if all free slots were adjacent
+    free       any other free slot
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from minillm.paged import BlockManager, BlockTable, OutOfBlocks
+from minillm.blocks import BlockManager, BlockTable, OutOfBlocks
+from minillm.checks import check_whole
 
 POLICIES = ("max", "oracle", "buddy", "paged")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The pool after one step: slots by what they are. They sum to the pool's size."""
+    """The pool after one step: slots by state, which sum to its size, and sequences by state."""
 
     used: int
     reserved: int
@@ -34,7 +44,7 @@ class Sample:
 
 
 class FirstFit:
-    """Pieces of any length from one line of slots: the first gap that is long enough."""
+    """Pieces of any length from one line of slots: each from the first gap that is long enough."""
 
     def __init__(self, size: int):
         self.gaps = [(0, size)]  # (start, length), by start
@@ -48,7 +58,7 @@ class FirstFit:
         return None
 
     def free(self, start: int, length: int) -> None:
-        """Give a piece back; gaps that touch become one."""
+        """Give a piece back; adjacent gaps become one."""
         merged: list[tuple[int, int]] = []
         for a, n in sorted([*self.gaps, (start, length)]):
             if merged and sum(merged[-1]) == a:
@@ -63,12 +73,16 @@ class FirstFit:
 
 
 class Buddy:
-    """Pieces whose lengths are powers of two: larger ones are split in halves, and halves (buddies) joined when both are free."""
+    """Pieces whose lengths are powers of two.
+
+    A larger piece is split into halves (buddies), and two buddies are joined when both are free.
+    """
 
     def __init__(self, size: int):
         self._free: dict[int, set[int]] = {}  # length -> starts
         start = 0
-        for power in reversed(range(size.bit_length())):  # a pool of any size is a few powers of two
+        # A pool of any size is cut into a few powers of two.
+        for power in reversed(range(size.bit_length())):
             if size >> power & 1:
                 self._free.setdefault(1 << power, set()).add(start)
                 start += 1 << power
@@ -76,7 +90,7 @@ class Buddy:
 
     @staticmethod
     def rounded(length: int) -> int:
-        """The length that a piece for so many tokens has."""
+        """Length of a piece for `length` tokens: the next power of two."""
         return 1 << (length - 1).bit_length()
 
     def allocate(self, length: int) -> int | None:
@@ -88,7 +102,7 @@ class Buddy:
         n = min(fitting)
         start = min(self._free[n])
         self._free[n].remove(start)
-        while n > wanted:  # keep the first half, the second is free
+        while n > wanted:  # keep the first half; the second becomes free
             n //= 2
             self._free.setdefault(n, set()).add(start + n)
         return start
@@ -116,23 +130,27 @@ class _Running:
 
 
 def simulate(
-    trace: Sequence[tuple[int, int]], policy: str, *, n_slots: int, max_len: int, block_size: int = 16, n_steps: int | None = None
+    trace: Sequence[tuple[int, int]],
+    policy: str,
+    *,
+    n_slots: int,
+    max_len: int,
+    block_size: int = 16,
+    n_steps: int | None = None,
 ) -> list[Sample]:
-    """Run requests, given as (prompt tokens, output tokens), through a pool of `n_slots` tokens; one sample a step.
+    """Run requests, given as (prompt tokens, output tokens), through a pool of `n_slots` tokens.
 
-    All requests are in the queue from the start, first come, first served; a step lets in whoever fits, then every running
-    sequence grows by a token, and leaves when it has its length. "paged" sends the youngest back to the queue when blocks
-    run out, as `minillm.scheduler` does. n_steps: stop then; otherwise when all are done.
+    Returns one sample per step. All requests are in the queue from the start, first come, first
+    served. In each step, requests are let in from the front of the queue until one does not fit;
+    then every running sequence grows by a token, and leaves when it has its final length. When
+    "paged" runs out of blocks, it sends the youngest sequence back to the queue, as
+    `minillm.scheduler` does.
+    max_len: the most tokens of a request, prompt and output together. block_size: P, for "paged".
+    n_steps: stop after that many steps, or with None when all requests are done.
+    Raises ValueError for sizes that are not whole numbers, for a request without prompt or output
+    or longer than max_len, and for a pool that cannot hold a sequence of max_len tokens.
     """
-    if policy not in POLICIES:
-        raise ValueError(f"policy is {policy!r}; choose one of {', '.join(POLICIES)}.")
-    for prompt, output in trace:
-        if prompt < 1 or output < 1 or prompt + output > max_len:
-            raise ValueError(f"A request of {prompt} + {output} tokens; both must be 1 or more, and their sum at most max_len, {max_len}.")
-    largest = Buddy.rounded(max_len) if policy == "buddy" else -(-max_len // block_size) * block_size
-    if n_slots < largest:
-        raise ValueError(f"A pool of {n_slots} slots can't hold a sequence of {max_len} tokens; policy {policy} needs {largest}.")
-
+    _check(trace, policy, n_slots, max_len, block_size, n_steps)
     pool = Buddy(n_slots) if policy == "buddy" else FirstFit(n_slots)
     manager = BlockManager(n_slots // block_size, block_size, prefix_caching=False)
     queue = deque(_Running(prompt, prompt + output, 0) for prompt, output in trace)
@@ -143,8 +161,9 @@ def simulate(
         return max_len if policy == "max" else request.final
 
     def let_in(request: _Running) -> bool:
-        """Memory for the prompt, or for the whole sequence where it must lie in one piece."""
-        stored = max(request.prompt, request.stored)  # a sequence that was sent back keeps what it has produced
+        """Take memory: for the prompt, or for the whole sequence where it must lie in one piece."""
+        # A sequence that was sent back to the queue keeps the tokens it has produced.
+        stored = max(request.prompt, request.stored)
         if policy == "paged":
             table = BlockTable()
             if manager.needed(table, stored + 1) > manager.n_available:
@@ -188,17 +207,59 @@ def simulate(
     return samples
 
 
+def _check(
+    trace: Sequence[tuple[int, int]],
+    policy: str,
+    n_slots: int,
+    max_len: int,
+    block_size: int,
+    n_steps: int | None,
+) -> None:
+    """Raise ValueError for arguments that `simulate` could only loop or fail with."""
+    if policy not in POLICIES:
+        raise ValueError(f"policy is {policy!r}; choose one of {', '.join(POLICIES)}.")
+    check_whole("n_slots", n_slots)
+    check_whole("max_len", max_len)
+    check_whole("block_size", block_size)
+    if n_steps is not None:
+        check_whole("n_steps", n_steps, least=0)
+    for prompt, output in trace:
+        if prompt < 1 or output < 1 or prompt + output > max_len:
+            raise ValueError(
+                f"A request of {prompt} + {output} tokens; both must be 1 or more, and their sum "
+                f"at most max_len, {max_len}."
+            )
+    largest = -(-max_len // block_size) * block_size
+    if policy == "buddy":
+        largest = Buddy.rounded(max_len)
+    if n_slots < largest:
+        raise ValueError(
+            f"A pool of {n_slots} slots can't hold a sequence of {max_len} tokens; policy {policy} "
+            f"needs {largest}."
+        )
+
+
 def _sample(
-    running: Sequence[_Running], queue: Sequence[_Running], policy: str, pool: FirstFit | Buddy, manager: BlockManager, n_slots: int,
+    running: Sequence[_Running],
+    queue: Sequence[_Running],
+    policy: str,
+    pool: FirstFit | Buddy,
+    manager: BlockManager,
+    n_slots: int,
     length: Callable[[_Running], int],
-) -> Sample:  # fmt: skip
+) -> Sample:
     used = sum(r.stored for r in running)
     if policy == "paged":
         held = sum(len(r.table.blocks) for r in running) * manager.block_size
         return Sample(used, 0, held - used, 0, n_slots - held, len(running), len(queue))
     sizes = [Buddy.rounded(r.final) if policy == "buddy" else length(r) for r in running]
     reserved = sum(r.final - r.stored for r in running)
-    # The first in the queue was just refused. If the gaps together were long enough for it, they are fragments.
-    fragments = bool(queue) and pool.n_free >= (Buddy.rounded(queue[0].final) if policy == "buddy" else length(queue[0]))
-    external, free = (pool.n_free, 0) if fragments else (0, pool.n_free)
-    return Sample(used, reserved, sum(sizes) - used - reserved, external, free, len(running), len(queue))
+    internal = sum(sizes) - used - reserved
+    external, free = 0, pool.n_free
+    if queue:
+        # The first in the queue was just refused. If it would fit into all gaps together, the gaps
+        # are fragments.
+        wanted = length(queue[0])
+        if pool.n_free >= (Buddy.rounded(wanted) if policy == "buddy" else wanted):
+            external, free = pool.n_free, 0
+    return Sample(used, reserved, internal, external, free, len(running), len(queue))

@@ -1,8 +1,8 @@
 """Generation: prefill the prompt in one pass, then decode token by token. The loop, nothing else.
 
 Source: Pope et al. 2022, section 2 (the two phases).
-Cost: prefill `costs.prefill_flops(config, n)` once; then each token reads all weights and the cache so far
-(`costs.decode_bytes`), which on most machines takes longer than the arithmetic.
+Cost: prefill `costs.prefill_flops(config, n)` once; then each token reads all weights and the cache
+so far (`costs.decode_bytes`), which on most machines takes longer than the arithmetic.
 Not here: several requests at once (the engine), drafts (speculative decoding).
 """
 
@@ -12,20 +12,28 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from minillm.kv_cache import Cache, KVCache, NoCache
+from minillm.attention import check_backend
+from minillm.cache import Cache, NoCache
+from minillm.checks import brief, check_whole
+from minillm.kv_cache import KVCache
 from minillm.model import Decoder
-from minillm.sampling import Sampling, sample
+from minillm.sampling import Sampling, draw
 
 
 def prefill(model: Decoder, prompt_ids: Sequence[int], cache: Cache) -> Tensor:
-    """Run the whole prompt through the model, filling the cache; returns the logits (V,) of the token after it."""
+    """Run the whole prompt through the model, filling the cache.
+
+    Returns the logits (V,) of the token after it.
+    """
     tokens = torch.tensor([prompt_ids], device=model.device)  # (1, T)
-    return model.head(model.hidden(tokens, cache)[0, -1])  # the head is needed at the last token only
+    # The head is needed at the last token only.
+    return model.head(model.hidden(tokens, cache)[0, -1])
 
 
 def decode(model: Decoder, token: int, cache: Cache) -> Tensor:
-    """Run one token, attending to everything cached; returns the logits (V,) of the token after it."""
-    return prefill(model, [token], cache)  # the same computation on a prompt of one: that is what a cache buys
+    """Run one token, attending to everything cached; returns the logits (V,) of the next."""
+    # The same computation on a prompt of one: that is what a cache buys.
+    return prefill(model, [token], cache)
 
 
 @torch.inference_mode()
@@ -38,55 +46,75 @@ def generate(
     sampling: Sampling | None = None,
     stop_ids: Iterable[int] = (),
     on_token: Callable[[int], None] | None = None,
+    cache: Cache | None = None,
     backend: str = "auto",
 ) -> list[int]:
-    """Continue a prompt by up to `max_new_tokens` tokens; returns the new ones, a stop token included as the last.
+    """Continue a prompt by up to `max_new_tokens` tokens.
 
-    sampling: None is greedy. on_token: called with each id as soon as it is known. use_cache=False recomputes the
-    whole sequence for every token: the same ids, slower. backend: see `minillm.attention`.
+    Returns the new ones, a stop token included as the last. sampling: None is greedy. on_token:
+    called with each id as soon as it is known. backend: see `minillm.attention`.
+    use_cache=False recomputes the whole sequence for every token: the same ids, slower. cache: one
+    of the caller's, for one sequence, with room for the prompt and the answer.
     Raises ValueError for an empty or too long prompt and for ids outside the vocabulary.
     """
     ids, stop = check_request(model, prompt_ids, max_new_tokens, sampling, stop_ids)
-    generator = sampling.generator(model.device) if sampling is not None else None
-    cache = KVCache(model, 1, len(ids) + max_new_tokens, backend=backend) if use_cache and max_new_tokens else NoCache(backend)
+    check_backend(backend)
+    uniforms = sampling.uniforms(max_new_tokens) if sampling is not None else None
+    if cache is None and use_cache and max_new_tokens:
+        cache = KVCache(model, 1, len(ids) + max_new_tokens, backend=backend)
     new: list[int] = []
     while len(new) < max_new_tokens:
-        if not new:
-            logits = prefill(model, ids, cache)
-        elif use_cache:
-            logits = decode(model, new[-1], cache)
+        if cache is None:
+            logits = prefill(model, ids + new, NoCache(backend))
         else:
-            logits = prefill(model, ids + new, cache)
-        new.append(int(sample(logits, sampling, generator)))
+            logits = decode(model, new[-1], cache) if new else prefill(model, ids, cache)
+        uniform = 0.0 if uniforms is None else uniforms[len(new)]
+        best = [int(logits.argmax())]
+        (token,) = draw(logits[None], best, [0], [sampling], [uniform])
+        if token < 0:
+            raise ValueError("The model's logits are not numbers (NaN); nothing can be drawn.")
+        new.append(token)
         if on_token is not None:
-            on_token(new[-1])
-        if new[-1] in stop:
+            on_token(token)
+        if token in stop:
             break
     return new
 
 
 def check_request(
-    model: Decoder, prompt_ids: Sequence[int], max_new_tokens: int, sampling: Sampling | None, stop_ids: Iterable[int]
+    model: Decoder,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    sampling: Sampling | None,
+    stop_ids: Iterable[int],
 ) -> tuple[list[int], frozenset[int]]:
-    """The prompt as a list and the stop ids as a set, or one sentence about what is wrong with the request."""
-    if isinstance(prompt_ids, (str, bytes)):
-        raise TypeError("prompt_ids is a string; encode it first: tokenizer.encode(text).")
-    try:
-        ids = [operator.index(i) for i in prompt_ids]
-    except TypeError as error:
-        raise TypeError(f"prompt_ids must be whole numbers, as tokenizer.encode returns them ({error}).") from error
+    """The prompt as a list and the stop ids as a set, if the request makes sense."""
+    ids = _checked_ids("prompt_ids", prompt_ids)
     vocab, limit = model.config.vocab_size, model.config.max_seq_len
     if not ids:
         raise ValueError("prompt_ids is empty; give at least one token.")
-    if not all(0 <= i < vocab for i in ids):
-        bad = next(i for i in ids if not 0 <= i < vocab)
-        raise ValueError(f"prompt_ids holds {bad}; ids must be from 0 to {vocab - 1}.")
-    if type(max_new_tokens) is not int or max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens!r}; it must be a whole number, 0 or more.")
+    bad = next((i for i in ids if not 0 <= i < vocab), None)
+    if bad is not None:
+        raise ValueError(f"prompt_ids holds {brief(bad)}; ids must be from 0 to {vocab - 1}.")
+    check_whole("max_new_tokens", max_new_tokens, least=0)
     if len(ids) + max_new_tokens > limit:
         raise ValueError(
-            f"{len(ids)} prompt tokens and {max_new_tokens} new ones exceed the {limit} positions of {model.config.name}; ask for fewer."
+            f"{len(ids)} prompt tokens and {brief(max_new_tokens)} new ones exceed the {limit} "
+            f"positions of {model.config.name}; ask for fewer."
         )
     if sampling is not None and not isinstance(sampling, Sampling):
-        raise TypeError(f"sampling is {sampling!r}; give a minillm.Sampling, or None for greedy.")
-    return ids, frozenset(stop_ids)
+        raise TypeError(
+            f"sampling is {brief(sampling)}; give a minillm.Sampling, or None for greedy."
+        )
+    return ids, frozenset(_checked_ids("stop_ids", stop_ids))
+
+
+def _checked_ids(name: str, ids: Iterable[int]) -> list[int]:
+    if isinstance(ids, (str, bytes)):
+        raise TypeError(f"{name} is a string; encode it first: tokenizer.encode(text).")
+    try:
+        return [operator.index(i) for i in ids]
+    except TypeError as error:
+        raise TypeError(
+            f"{name} must be whole numbers, as tokenizer.encode returns them ({error})."
+        ) from error

@@ -1,27 +1,32 @@
-"""The decoder: RMSNorm, rotary positions, attention, SwiGLU. The one model every technique plugs into.
+"""The decoder: RMSNorm, rotary positions, attention, SwiGLU. Every technique plugs into this model.
 
-Sources: Touvron et al. 2023 (Llama), section 2.2; Zhang and Sennrich 2019 (RMSNorm); Su et al. 2021 (RoPE); Shazeer 2020
-(SwiGLU); Yang et al. 2025 (Qwen3: RMSNorm on q and k).
+Sources: Touvron et al. 2023 (Llama), section 2.2; Zhang and Sennrich 2019 (RMSNorm); Su et al. 2021
+(RoPE); Shazeer 2020 (SwiGLU); Yang et al. 2025 (Qwen3: RMSNorm on q and k).
 Cost: 2 FLOPs per matrix parameter and token, see `minillm.costs`.
 
-Everything here is per token. Whatever looks at other tokens is one call, `cache.attend(layer, q, k, v)`; so a
-technique replaces the cache, or swaps a Linear for another module, and never edits this file.
-Activations are (B, T, C). The matrices for q, k and v are one Linear, as are gate and up: one large product keeps
-the memory bus busier than three small ones. A layer is one module, its norms plain parameters: on a CPU each module
-call costs about 10 µs between two matrix products, because the weights have just swept the caches.
+Everything here is per token, except for one call that looks at other tokens,
+`cache.attend(layer, q, k, v)`. So a technique replaces the cache, or swaps a Linear for another
+module, and never edits this file.
+Activations are (B, T, C). The matrices for q, k and v are one Linear, as are gate and up: one large
+product keeps the memory bus busier than three small ones. A layer is one module, and its norms are
+plain parameters: on a CPU each module call costs about 10 µs between two matrix products, because
+the weights have just passed through the caches and emptied them of everything else.
 """
+
+import copy
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minillm.cache import Cache, NoCache
 from minillm.config import ModelConfig
-from minillm.kv_cache import Cache, NoCache
 
 
 def _small_random(weight: Tensor) -> None:
-    """Normal with standard deviation 0.02, as in GPT-2. Nothing on the meta device, where only shapes are wanted."""
-    if not weight.is_meta:
+    """Normal with standard deviation 0.02, as in GPT-2."""
+    if not weight.is_meta:  # on the meta device only shapes are wanted
         nn.init.normal_(weight, std=0.02)
 
 
@@ -46,10 +51,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def rope_tables(config: ModelConfig, positions: range | Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin for T positions, a range or (T,), each (T, 1, D): the same for every head, the angle of each pair twice.
+def rope_tables(
+    config: ModelConfig, positions: range | Tensor, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin, each (T, 1, D), for T positions given as a range or a tensor (T,).
 
-    Pair i of D/2 turns by position * theta^(-2i/D) (Su et al. 2021, equation 15). The sine carries the sign of the
+    They are the same for every head. Pair i of D/2 turns by position * theta^(-2i/D) (Su et al.
+    2021, equation 15); its angle is at i and again at i + D/2. The sine carries the sign of the
     rotation: minus for the first half of D, plus for the second.
     """
     pairs = torch.arange(0, config.d_head, 2, device=device, dtype=torch.float32) / config.d_head
@@ -90,7 +98,8 @@ class Layer(nn.Module):
         H, K, D = self.config.n_heads, self.config.n_kv_heads, self.config.d_head
         eps = self.config.norm_eps
 
-        qkv = self.qkv(rms_norm(x, self.attn_norm, eps)).unflatten(-1, (H + 2 * K, D))  # (B, T, H + 2K, D)
+        qkv = self.qkv(rms_norm(x, self.attn_norm, eps))
+        qkv = qkv.unflatten(-1, (H + 2 * K, D))  # (B, T, H + 2K, D)
         qk, v = qkv.split((H + K, K), dim=-2)
         if self.q_norm is not None:
             q, k = qk.split((H, K), dim=-2)
@@ -103,14 +112,17 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model with random weights; `minillm.load` fills in a checkpoint's."""
+    """A decoder-only language model with random weights; `minillm.load` fills in a checkpoint's.
+
+    Raises ValueError for a config that can only be counted.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         if not config.runnable:
             raise ValueError(
-                f"{config.name} ({config.norm}, {config.mlp}, {config.positions} positions) can be counted but not run; "
-                "Decoder implements RMSNorm, SwiGLU and rotary positions."
+                f"{config.name} ({config.norm}, {config.mlp}, {config.positions} positions) can be "
+                "counted but not run; Decoder implements RMSNorm, SwiGLU and rotary positions."
             )
         self.config = config
         self.embed = Embedding(config.vocab_size, config.d_model)
@@ -128,17 +140,49 @@ class Decoder(nn.Module):
     def device(self) -> torch.device:
         return self.embed.weight.device
 
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """(L, K, D) of what a cache stores for each token of this model.
+
+        Read from the layers: a model that holds only some of them, or of their heads, needs a cache
+        for only those.
+        """
+        c = self.layers[0].config
+        return len(self.layers), c.n_kv_heads, c.d_head
+
+    @property
+    def kv_format(self) -> str:
+        """`kv_shape` and dtype in words: a cache for one model fits another with the same."""
+        L, K, D = self.kv_shape
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{L} layers of {K} key/value heads of {D} dimensions in {dtype}"
+
     def hidden(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """Token ids (B, T) to the last layer's normalized states (B, T, C); `head` turns those into logits."""
+        """Token ids (B, T) to the last layer's normalized states (B, T, C).
+
+        `head` turns those into logits. Raises ValueError for tokens of another shape or dtype, for
+        a cache made for another model, and for positions past the model's `max_seq_len`.
+        """
         if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"tokens has shape {tuple(tokens.shape)} and dtype {tokens.dtype}; expected integer ids (B, T).")
+            raise ValueError(
+                f"tokens has shape {tuple(tokens.shape)} and dtype {tokens.dtype}; expected "
+                "integer ids (B, T)."
+            )
         if tokens.shape[1] == 0:
             raise ValueError("tokens is empty; give at least one token.")
         cache = NoCache() if cache is None else cache
-        positions = cache.positions(tokens.shape[1])
-        if isinstance(positions, range) and positions.stop > self.config.max_seq_len:  # other caches check it themselves
+        made_for = getattr(cache, "made_for", None)  # caches that keep nothing fit any model
+        if made_for not in (None, self.kv_format):
             raise ValueError(
-                f"{positions.stop} positions are asked for; {self.config.name} was trained for at most {self.config.max_seq_len}."
+                f"The cache was made for {made_for}; {self.config.name} has {self.kv_format}."
+            )
+        positions = cache.positions(tokens.shape[1])
+        longest = self.config.max_seq_len
+        # Caches that give a tensor check it themselves.
+        if isinstance(positions, range) and positions.stop > longest:
+            raise ValueError(
+                f"{positions.stop} positions are asked for; {self.config.name} was trained for at "
+                f"most {longest}."
             )
         x = self.embed(tokens)  # (B, T, C)
         rope = rope_tables(self.config, positions, x.device, x.dtype)
@@ -150,3 +194,18 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Token ids (B, T) to logits (B, T, V). With a cache, the tokens continue what it holds."""
         return self.head(self.hidden(tokens, cache))
+
+
+def replace_linears(model: Decoder, replacement: Callable[[str, Linear], nn.Module]) -> Decoder:
+    """A model that shares `model`'s weights, with `replacement(name, linear)` for each matrix.
+
+    The matrices are the layers' qkv, out, gate_up and down, and the head. `replacement` may return
+    `linear` itself to leave it. Modules that are not plain `Linear` stay as they are.
+    """
+    shared = {id(parameter): parameter for parameter in model.parameters()}
+    replaced = copy.deepcopy(model, shared)  # new modules around the same parameters
+    for name, module in list(replaced.named_modules()):
+        if type(module) is Linear:
+            parent, _, child = name.rpartition(".")
+            setattr(replaced.get_submodule(parent), child, replacement(name, module))
+    return replaced

@@ -1,26 +1,26 @@
-"""Prepacked weights: the matrices laid out once as a CPU's matrix library reads them, for products with a few rows.
+"""Prepacked weights: a second layout of the matrices, for products with a few rows on a CPU.
 
-Source: oneDNN's developer guide, "Inner Product" and "Memory Format Propagation": the library picks the layout of weights.
+Source: oneDNN's developer guide, "Inner Product" and "Memory Format Propagation": the library picks
+the layout of the weights.
 Cost: a second copy of the matrices.
-Why: with one token a product streams the weights once, and with hundreds the arithmetic dominates; but with 4 to 64 tokens
-side by side (a batch that decodes, a draft that is verified) MKL rearranges the weights at every call, which takes as long
-as the product. Measured on 2 cores, all matrices of the default model, in milliseconds:
+Why: with one token a product streams the weights once, and with hundreds the arithmetic dominates.
+With 4 to 64 tokens side by side (a batch that decodes, a draft that is verified), however, MKL
+rearranges the weights at every call, which takes as long as the product. Measured on 2 cores, all
+matrices of the default model, in milliseconds:
 
     tokens          1     2     3     4     8    16    32    64   128
     plain        21.6  22.6  23.7  38.1  49.5  52.8  61.4  96.1   140
     prepacked    25.4  26.4  27.8  26.4  30.9  38.9  53.9  86.2   137
 
-Tried, too: W xᵀ instead of x Wᵀ (slower in place), weights stored transposed (equal), MKL's own packing (35.6 at 16
-tokens, but good for one number of tokens only).
-Not here: GPUs, whose libraries take row-major weights as they are; other dtypes than float32.
+Also tried: W xᵀ instead of x Wᵀ (slower in place), weights stored transposed (equal), MKL's own
+packing (35.6 at 16 tokens, but good for one number of tokens only).
+Not here: GPUs, whose libraries take row-major weights as they are; dtypes other than float32.
 """
-
-import copy
 
 import torch
 from torch import Tensor
 
-from minillm.model import Decoder, Linear
+from minillm.model import Decoder, Linear, replace_linears
 
 MIN_TOKENS, MAX_TOKENS = 4, 64
 
@@ -29,32 +29,36 @@ class PrepackedLinear(Linear):
     """Two layouts of one matrix: row-major for one token or very many, oneDNN's for a few."""
 
     def __init__(self, linear: Linear):
-        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+        super().__init__(
+            linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta"
+        )
         self.weight, self.bias = linear.weight, linear.bias
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), MAX_TOKENS)
 
     def forward(self, x: Tensor) -> Tensor:
-        if MIN_TOKENS <= x.numel() // self.in_features <= MAX_TOKENS and not torch.is_grad_enabled():
+        n_tokens = x.numel() // self.in_features
+        if MIN_TOKENS <= n_tokens <= MAX_TOKENS and not torch.is_grad_enabled():
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return super().forward(x)
 
 
 def prepack(model: Decoder) -> Decoder:
-    """A model with `model`'s weights, which it shares, and a prepacked copy of each matrix for use without gradients.
+    """A model that shares `model`'s weights and adds a prepacked copy of each matrix.
 
-    Prepack last: the copies do not follow when weights change, and cannot be copied in turn. Modules that are not `Linear`
-    stay as they are. Raises ValueError where it would not help: on another device than the CPU, in another dtype than
-    float32, where PyTorch is built without oneDNN, and for a model that is prepacked.
+    The copies are used when gradients are off. Prepack last: the copies do not follow when weights
+    change, and cannot be copied in turn. Modules that are not plain `Linear` stay as they are.
+    Raises ValueError where it would not help: on a device other than the CPU, in a dtype other than
+    float32, where PyTorch is built without oneDNN, and for a model that is already prepacked.
     """
     if model.device.type != "cpu" or model.dtype != torch.float32:
-        raise ValueError(f"prepack is for float32 on a CPU, and the model is {model.dtype} on {model.device}; use it as it is.")
+        raise ValueError(
+            f"prepack is for float32 on a CPU, and the model is {model.dtype} on {model.device}; "
+            "use it as it is."
+        )
     if not torch.backends.mkldnn.is_available():
-        raise ValueError("prepack needs oneDNN, which this build of PyTorch lacks; use the model as it is.")
+        raise ValueError(
+            "prepack needs oneDNN, which this build of PyTorch lacks; use the model as it is."
+        )
     if any(isinstance(module, PrepackedLinear) for module in model.modules()):
         raise ValueError("The model is prepacked already; use it as it is.")
-    packed = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})  # modules new, weights shared
-    for module in list(packed.modules()):
-        for name, child in module.named_children():
-            if type(child) is Linear:
-                setattr(module, name, PrepackedLinear(child))
-    return packed
+    return replace_linears(model, lambda _, linear: PrepackedLinear(linear))

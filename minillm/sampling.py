@@ -3,24 +3,42 @@
 Sources: Fan et al. 2018, section 5 (top-k); Holtzman et al. 2020, section 3.1 (nucleus, or top-p).
 Cost: O(V) a token, O(V log V) with top-p; the cost of the model's forward pass hides it.
 Order as in Hugging Face transformers: temperature, then top-k, then top-p on what is left.
+
+A token is drawn by inversion: one uniform number u in [0, 1) picks the first token at which the
+cumulated probabilities exceed u. The t-th token of a request uses the t-th number of the request's
+own stream, so its tokens do not depend on the other rows of the batch.
 Not here: repetition penalties, beam search, min-p.
 """
 
 import math
+import random
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from minillm.checks import brief, check_whole
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+_NUCLEUS = 256
+
+
+def _is_finite(value: object) -> bool:
+    """Whether `value` is a number (not a bool) that a float can hold."""
+    try:
+        return not isinstance(value, bool) and math.isfinite(value)
+    except (TypeError, OverflowError):
+        return False
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw a token. temperature 0 is greedy; top_k keeps the k likeliest tokens; top_p keeps the smallest
-    set of likeliest tokens whose probabilities reach p. The same seed gives the same draws."""
+    """How to draw a token.
+
+    temperature 0 is greedy; top_k keeps the k likeliest tokens; top_p keeps the smallest set of
+    likeliest tokens whose probabilities reach p. The same seed gives the same draws.
+    """
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -28,51 +46,127 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not math.isfinite(self.temperature) or self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature!r}; it must be 0 (greedy) or a positive number.")
-        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
-            raise ValueError(f"top_k is {self.top_k!r}; it must be a whole number, 1 or more, or None.")
-        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise ValueError(f"top_p is {self.top_p!r}; it must be above 0 and at most 1, or None.")
-        if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**32):
+        if not _is_finite(self.temperature) or self.temperature < 0:
             raise ValueError(
-                f"seed is {self.seed!r}; it must be a whole number from 0 to 2**32 - 1 (all that PyTorch's CPU generator uses), or None."
+                f"temperature is {brief(self.temperature)}; it must be 0 (greedy) or a positive "
+                "number."
             )
+        if self.top_k is not None:
+            check_whole("top_k", self.top_k)
+        if self.top_p is not None and not (_is_finite(self.top_p) and 0 < self.top_p <= 1):
+            raise ValueError(
+                f"top_p is {brief(self.top_p)}; it must be above 0 and at most 1, or None."
+            )
+        if self.seed is not None:
+            check_whole("seed", self.seed, least=0)
 
-    def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
-        """A random generator of its own for one request: seeded with `seed`, or differently every time."""
-        generator = torch.Generator(device)
-        if self.seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(self.seed)
-        return generator
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
 
+    def uniforms(self, n: int) -> array:
+        """The first `n` numbers in [0, 1) of this request's stream, one for each token.
 
-def probabilities(logits: Tensor, sampling: Sampling | None) -> Tensor:
-    """The distribution (…, V) in float32 that `sample` draws from. None or temperature 0: all on the largest logit."""
-    logits = logits.float()
-    if sampling is None or sampling.temperature == 0:
-        return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
-    # Subtracting the maximum first keeps tiny temperatures from overflowing. Beyond these limits, which are greedy and
-    # uniform already, float32 would make the temperature 0 or infinite, and the quotients NaN.
-    logits = (logits - logits.amax(-1, keepdim=True)) / min(max(sampling.temperature, 1e-30), 1e30)
-    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    probs = logits.softmax(-1)
-    if sampling.top_p is not None and sampling.top_p < 1:
-        ordered, index = probs.sort(dim=-1, descending=True, stable=True)
-        before = ordered.cumsum(-1) - ordered  # probability of the likelier tokens
-        ordered = ordered.masked_fill((before > 0) & (before >= sampling.top_p), 0.0)  # the first stays: nothing is before it
-        probs = torch.zeros_like(probs).scatter(-1, index, ordered)
-        probs = probs / probs.sum(-1, keepdim=True)
-    return probs
+        With a seed always the same ones, else different ones every time.
+        """
+        stream = random.Random(self.seed)
+        return array("d", (stream.random() for _ in range(n)))
 
 
-def sample(logits: Tensor, sampling: Sampling | None = None, generator: torch.Generator | None = None) -> Tensor:
-    """Draw token ids (…) from logits (…, V). Greedy when `sampling` is None or its temperature is 0."""
-    if sampling is None or sampling.temperature == 0:
-        return logits.argmax(-1)
-    probs = probabilities(logits, sampling)
-    return torch.multinomial(probs.view(-1, probs.shape[-1]), 1, generator=generator).view(probs.shape[:-1])
+def probabilities(logits: Tensor, sampling: Sampling | Sequence[Sampling | None] | None) -> Tensor:
+    """The distributions (…, V) in float32 from which tokens are drawn, for logits (…, V).
+
+    sampling: one for all rows, or one for each. None or temperature 0 puts all on the largest
+    logit. A row that holds NaN or +∞ gives probabilities that are not numbers.
+    """
+    shape = logits.shape
+    logits = logits.float().reshape(-1, shape[-1])  # (N, V)
+    one = sampling is None or isinstance(sampling, Sampling)
+    each = [sampling] * len(logits) if one else list(sampling)
+    greedy = [i for i, s in enumerate(each) if s is None or s.greedy]
+    each = [s or Sampling() for s in each]
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
+
+    # Subtracting the maximum first keeps tiny temperatures from overflowing. Beyond these limits,
+    # which are greedy and uniform already, float32 would make the temperature 0 or infinite.
+    temperature = column([min(max(s.temperature, 1e-30), 1e30) for s in each])
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
+    cut = [i for i, s in enumerate(each) if s.top_k is not None and s.top_k < shape[-1]]
+    if cut:
+        k = torch.tensor([each[i].top_k for i in cut], device=logits.device)[:, None]
+        largest = scaled[cut].topk(int(k.max()), dim=-1).values
+        kth = largest.gather(-1, k - 1)
+        scaled[cut] = scaled[cut].masked_fill(scaled[cut] < kth, -torch.inf)
+    probs = scaled.softmax(-1)
+    nucleus = [i for i, s in enumerate(each) if s.top_p is not None and s.top_p < 1]
+    if nucleus:
+        probs[nucleus] = _top_p(probs[nucleus], column([each[i].top_p for i in nucleus]))
+    if greedy:
+        best = logits[greedy].argmax(-1, keepdim=True)
+        one_hot = torch.zeros_like(probs[greedy]).scatter(-1, best, 1.0)
+        probs[greedy] = one_hot + 0 * probs[greedy]  # NaN stays NaN
+    return probs.view(shape)
+
+
+def _top_p(probs: Tensor, p: Tensor) -> Tensor:
+    """Keep the likeliest tokens of each row (N, V) whose probabilities reach p (N, 1)."""
+    # A few hundred tokens nearly always reach p; sorting all V takes ten times as long.
+    ordered = probs.topk(min(_NUCLEUS, probs.shape[-1]), dim=-1).values
+    if bool((ordered.sum(-1, keepdim=True) < p).any()):
+        ordered = probs.sort(dim=-1, descending=True).values
+    cumulated = ordered.cumsum(-1)
+    before = cumulated - ordered  # probability of the likelier tokens
+    # The likeliest stays in any case: nothing is before it. (In a row of NaN nothing compares.)
+    n_kept = ((before <= 0) | (before < p)).sum(-1, keepdim=True).clamp(min=1)
+    least = ordered.gather(-1, n_kept - 1)
+    kept = probs >= least
+    if bool((kept.sum(-1, keepdim=True) > n_kept).any()):  # of equals, the first ones stay
+        equal = probs == least
+        n_equal = n_kept - (probs > least).sum(-1, keepdim=True)
+        kept &= ~equal | (equal.cumsum(-1) <= n_equal)
+    # Not probs.sum(-1): PyTorch cuts the sum of one long row in parts for its threads, and that of
+    # several rows not, so that the last bit would depend on the other rows.
+    return probs.where(kept, 0.0) / cumulated.gather(-1, n_kept - 1)
+
+
+def pick(probs: Tensor, uniforms: Sequence[float]) -> list[int]:
+    """One token of each row of probs (N, V), by the uniform numbers (N,); -1 for a row of NaN."""
+    cumulated = probs.double().cumsum(-1)
+    total = cumulated[:, -1:]
+    u = torch.tensor(uniforms, dtype=torch.float64, device=probs.device)[:, None]
+    # The first token that reaches beyond u: one of probability 0 never does so first.
+    tokens = torch.searchsorted(cumulated, u * total, right=True)
+    return tokens.where(total > 0, -1)[:, 0].tolist()
+
+
+def sample(
+    logits: Tensor, sampling: Sampling | Sequence[Sampling | None] | None, uniforms: Sequence[float]
+) -> list[int]:
+    """Draw a token from each row of logits (N, V); -1 for a row that holds NaN or +∞.
+
+    sampling: one for all rows, or one for each. uniforms: a number in [0, 1) for each row.
+    """
+    return pick(probabilities(logits, sampling), uniforms)
+
+
+def draw(
+    logits: Tensor,
+    best: Sequence[int],
+    rows: Sequence[int],
+    samplings: Sequence[Sampling | None],
+    uniforms: Sequence[float],
+) -> list[int]:
+    """Tokens from the given rows of logits (N, V), whose largest are at `best` (N,).
+
+    Greedy ones are taken from `best`; all others are sampled at once, -1 standing for NaN.
+    """
+    tokens = [best[row] for row in rows]
+    at = [i for i, sampling in enumerate(samplings) if sampling is not None and not sampling.greedy]
+    if at:
+        chosen = logits[torch.tensor([rows[i] for i in at], device=logits.device)]
+        sampled = sample(chosen, [samplings[i] for i in at], [uniforms[i] for i in at])
+        for i, token in zip(at, sampled, strict=True):
+            tokens[i] = token
+    return tokens

@@ -1,149 +1,211 @@
-"""The scheduler: which requests take part in the next forward pass, and with how many tokens each. Pure Python.
+"""The scheduler: which requests take part in the next forward pass, with which tokens. No tensors.
 
-Sources: Yu et al. 2022 (Orca), iteration-level scheduling; Kwon et al. 2023, section 4.5 (preemption by recomputation);
-Agrawal et al. 2024 (Sarathi-Serve), chunked prefill with decodes first.
+Sources: Yu et al. 2022 (Orca), iteration-level scheduling; Kwon et al. 2023, section 4.5
+(preemption by recomputation); Agrawal et al. 2024 (Sarathi-Serve), chunked prefill with decodes
+first.
 
-A step has room for `max_batch_tokens` tokens. First every running request that decodes gets its one token; then prompts
-under way get chunks of what is left; then waiting requests are let in, first come, first served, while their prompts fit
-into the blocks at hand. When blocks run out, the youngest running request gives back all of its own and waits at the
-head of the queue; what it has produced is kept, and computed again as part of its prompt. The oldest is never the
-youngest while there is another, and alone it fits (`submit` refuses what doesn't), so every request ends.
-Not here: priorities, fairness between users, swapping to CPU memory.
+A step has room for `max_batch_tokens` tokens. They are given out in this order:
+
+1. every running request that decodes gets its one token;
+2. prompts under way get chunks of what is left;
+3. waiting requests are let in, first come, first served, while their prompts fit into free blocks;
+4. what is still left goes to guesses: tokens that a draft proposed to follow a decoding request's
+   own, to be verified in the same pass.
+
+When blocks run out, the youngest running request gives all of its blocks back and waits at the
+head of the queue. What it has produced is kept, and computed again as part of its prompt. The
+oldest request is never sent back while another one runs, and it fits when it runs alone (`check`
+refuses what does not), so every request ends.
+Not here: priorities, fairness between users, swapping to CPU memory, where guesses come from.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
-from minillm.paged import BlockManager, BlockTable, OutOfBlocks
+from minillm.blocks import BlockManager, BlockTable, OutOfBlocks
+from minillm.checks import check_whole
+from minillm.request import Request
 
 
-@dataclass(eq=False)
-class Request:
-    """One prompt on its way. `ids` holds the prompt and what has been produced; `table.n_tokens` of them are computed."""
+class QueueFull(RuntimeError):
+    """The queue has as many requests as it may hold."""
 
-    id: int
-    ids: list[int]
-    max_new_tokens: int
-    stop_ids: frozenset[int] = frozenset()
-    sampling: Any = None
-    parent: "Request | None" = None  # compute this one's prompt, then take it over: parallel samples of one prompt
-    table: BlockTable = field(default_factory=BlockTable)
-    n_prompt: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.n_prompt = len(self.ids)
+@dataclass(frozen=True)
+class Work:
+    """One request's part of a step: `tokens` follow what its table holds.
 
-    @property
-    def tokens(self) -> list[int]:
-        """What has been produced so far."""
-        return self.ids[self.n_prompt :]
+    n_logits: of how many of the last tokens the logits are wanted. 0 in the middle of a prompt, 1
+    at its end and in decoding, one more for each guess.
+    """
 
-    @property
-    def n_pending(self) -> int:
-        """Tokens still to be computed before the next one can be produced: 1 while decoding."""
-        return len(self.ids) - self.table.n_tokens
+    request: Request
+    tokens: list[int]
+    n_logits: int
+    decoding: bool
 
 
 @dataclass
-class Plan:
-    """One step: requests with the number of tokens each computes, decodes first; and blocks to be copied before."""
+class StepPlan:
+    """One step: who computes what, decodes first; and blocks that must be copied before it."""
 
-    work: list[tuple[Request, int]] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Tokens computed for prompts, tokens computed for decoding requests, tokens cached.
+
+        The last is the sum over all who take part, and grows when the step is computed.
+        """
+        decoded = sum(len(work.tokens) for work in self.work if work.decoding)
+        prefilled = sum(len(work.tokens) for work in self.work) - decoded
+        return prefilled, decoded, sum(work.request.table.n_tokens for work in self.work)
 
 
 class Scheduler:
     """Admission, chunked prefill and preemption over a `BlockManager`.
 
-    policy "continuous" fills free places at every step; "static" lets requests in only when none is running.
+    policy "continuous" fills free places at every step; "static" lets requests in only when none
+    is running. max_waiting: the most requests that may wait in the queue; None is no limit.
     """
 
     def __init__(
-        self, manager: BlockManager, *, max_seqs: int, max_batch_tokens: int, policy: str = "continuous", chunked_prefill: bool = True
+        self,
+        manager: BlockManager,
+        *,
+        max_seqs: int,
+        max_batch_tokens: int,
+        policy: str = "continuous",
+        chunked_prefill: bool = True,
+        max_waiting: int | None = None,
     ):
         if policy not in ("continuous", "static"):
             raise ValueError(f"policy is {policy!r}; choose continuous or static.")
-        for name, value in (("max_seqs", max_seqs), ("max_batch_tokens", max_batch_tokens)):
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more.")
+        check_whole("max_seqs", max_seqs)
+        check_whole("max_batch_tokens", max_batch_tokens)
+        if max_waiting is not None:
+            check_whole("max_waiting", max_waiting)
         if max_batch_tokens < max_seqs:
             raise ValueError(
-                f"max_batch_tokens is {max_batch_tokens} with max_seqs {max_seqs}; each running request needs room for a token a step."
+                f"max_batch_tokens is {max_batch_tokens} with max_seqs {max_seqs}; each running "
+                "request needs room for a token a step."
             )
         self.manager, self.max_seqs, self.max_batch_tokens = manager, max_seqs, max_batch_tokens
-        self.policy, self.chunked_prefill = policy, chunked_prefill
+        self.policy, self.chunked_prefill, self.max_waiting = policy, chunked_prefill, max_waiting
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.capacity = manager.n_available  # blocks that one request can have at most
         self.preemptions = 0
-        self.hit_tokens = 0  # tokens that were found in the prefix cache instead of computed
+        # Tokens looked up in the prefix cache when requests first came in, and those found there.
+        self.query_tokens = 0
+        self.hit_tokens = 0
 
-    def submit(self, request: Request) -> None:
-        """Queue a request; ValueError if it could never run."""
-        most = request.n_prompt + max(0, request.max_new_tokens - 1)  # the last token is never computed
+    def check(self, request: Request, copies: int = 1) -> None:
+        """Raise ValueError if the request could never run, QueueFull if it may not wait.
+
+        copies: how many requests like this one are about to be submitted.
+        """
+        most = request.n_prompt + max(0, request.max_new_tokens - 1)  # the last is never computed
         blocks = -(-most // self.manager.block_size)
+        asked = f"{request.n_prompt} prompt tokens and {request.max_new_tokens} new ones"
         if blocks > self.capacity:
             raise ValueError(
-                f"{request.n_prompt} prompt tokens and {request.max_new_tokens} new ones need {blocks} blocks of "
-                f"{self.manager.block_size}, and there are {self.capacity}; ask for fewer tokens or make more blocks."
+                f"{asked} need {blocks} blocks of {self.manager.block_size}, and there are "
+                f"{self.capacity}; ask for fewer tokens or make more blocks."
             )
         if not self.chunked_prefill and most > self.max_batch_tokens:
             raise ValueError(
-                f"{request.n_prompt} prompt tokens and {request.max_new_tokens} new ones may have to be computed in one step of at most "
-                f"{self.max_batch_tokens}; raise max_batch_tokens or allow chunked_prefill."
+                f"{asked} may have to be computed in one step of at most {self.max_batch_tokens}; "
+                "raise max_batch_tokens or allow chunked_prefill."
             )
+        if self.max_waiting is not None and len(self.waiting) + copies > self.max_waiting:
+            raise QueueFull(
+                f"{len(self.waiting)} requests are waiting, and at most {self.max_waiting} may "
+                f"(max_waiting), so {copies} more cannot be taken; try again later."
+            )
+
+    def submit(self, request: Request) -> None:
+        """Queue a request that `check` has let pass."""
         self.waiting.append(request)
 
-    def schedule(self) -> Plan:
-        """Reserve the blocks of the next step and say who computes how much in it."""
-        plan: dict[Request, int] = {}
+    def schedule(self) -> StepPlan:
+        """Reserve the blocks of the next step and say who computes what in it."""
+        chosen: dict[Request, int] = {}  # tokens that each computes
         copies: list[tuple[int, int]] = []
         budget = self.max_batch_tokens
         may_admit = self.policy == "continuous" or not self.running
-        decoding = [r for r in self.running if r.n_pending == 1]
-        prefilling = [r for r in self.running if r.n_pending > 1]
-        for request in decoding + prefilling:
-            n = self._share(request, budget)
-            while n and request in self.running:  # until it has its blocks, or was sent back itself
+        decoding = [r for r in self.running if r.decoding]
+        for request in decoding + [r for r in self.running if not r.decoding]:
+            n = self._chunk(request, budget)
+            while n and request in self.running:  # until it has blocks, or is sent back itself
                 try:
                     copies += self.manager.reserve(request.table, n)
                 except OutOfBlocks:
                     victim = self.running[-1]
                     gone = set(victim.table.blocks)
                     copies = [pair for pair in copies if pair[1] not in gone]
-                    plan.pop(victim, None)
+                    chosen.pop(victim, None)
                     self._preempt(victim)
                 else:
-                    plan[request] = n
+                    chosen[request] = n
                     budget -= n
                     break
-        # Whoever was just sent back is first in the queue and does not come in again: more is needed than was left of its blocks.
-        while may_admit and (budget or self.policy == "static") and len(self.running) < self.max_seqs:
+        # A request that was just sent back is first in the queue, and is not let in again now:
+        # it needs more blocks than it gave back.
+        while may_admit and (budget or self.policy == "static"):
             request = next((r for r in self.waiting if r.parent is None), None)
-            n = self._admit(request, budget) if request else None
+            if request is None or len(self.running) == self.max_seqs:
+                break
+            n = self._admit(request, budget)
             if n is None:
                 break
             if n:
-                plan[request] = n
+                chosen[request] = n
                 budget -= n
-        return Plan(sorted(plan.items(), key=lambda item: item[0].n_pending > 1), copies)
+        for request in decoding:
+            n_guesses = min(len(request.guesses), budget)
+            if n_guesses and request in chosen:
+                try:
+                    copies += self.manager.reserve(request.table, 1 + n_guesses)
+                except OutOfBlocks:
+                    continue  # guesses are not worth sending anyone back
+                chosen[request] += n_guesses
+                budget -= n_guesses
+        work = [self._work(request, n) for request, n in chosen.items()]
+        return StepPlan(sorted(work, key=lambda item: not item.decoding), copies)
 
-    def _share(self, request: Request, budget: int) -> int:
-        """Tokens that the request may compute now; 0 if it has to wait for a step with more room."""
+    @staticmethod
+    def _work(request: Request, n: int) -> Work:
+        tokens = request.ids[request.table.n_tokens :]
+        if request.decoding:
+            return Work(request, tokens + request.guesses[: n - 1], n, True)
+        return Work(request, tokens[:n], int(n == len(tokens)), False)
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        """Tokens of `ids` that it may compute now; 0 if it waits for a step with more room."""
         n = min(request.n_pending, budget)
         return n if self.chunked_prefill or n == request.n_pending else 0
 
     def _admit(self, request: Request, budget: int) -> int | None:
-        """Let a waiting request in, if the blocks for all that it has to compute are there: its tokens for this step, or None
-        if it has to wait. A static batch is full from the start; those beyond the budget begin in the next step, with 0 now."""
-        request.table = self.manager.start(request.ids)
-        n = self._share(request, budget)
-        if (not n and self.policy == "continuous") or self.manager.needed(request.table, request.n_pending) > self.manager.n_available:
-            self.manager.release(request.table)
+        """Let a waiting request in, if there are blocks for all that it has to compute.
+
+        Returns its tokens for this step, or None if it has to wait. A static batch is full from
+        its first step on: requests beyond the budget begin in the next step, with 0 tokens now.
+        """
+        request.table = table = self.manager.start(request.ids)
+        n = self._chunk(request, budget)
+        no_room = self.manager.needed(table, request.n_pending) > self.manager.n_available
+        if no_room or (not n and self.policy == "continuous"):
+            self.manager.release(table)
             return None
-        self.hit_tokens += request.table.n_tokens
-        self.manager.reserve(request.table, n)  # nothing to copy: a prefix from the cache ends with a full block
+        if not request.admitted:
+            self.query_tokens += len(request.ids)
+            self.hit_tokens += table.n_tokens
+        request.admitted = True
+        # Nothing has to be copied: a prefix from the cache ends with a full block.
+        self.manager.reserve(table, n)
         self.waiting.remove(request)
         self.running.append(request)
         return n
@@ -155,20 +217,24 @@ class Scheduler:
         self.preemptions += 1
 
     def fork(self, parent: Request) -> list[Request]:
-        """Once `parent` has computed its prompt, and before it goes on: start those of its samples that find a place, in the
-        parent's blocks. The others wait in the queue like any request. Returns the started ones."""
+        """Start the samples of `parent` that find a place, in its blocks; returns them.
+
+        To be called when `parent` has computed its prompt, and before it goes on. The samples
+        that find no place wait in the queue like any request.
+        """
         started = []
         for request in [r for r in self.waiting if r.parent is parent]:
             request.parent = None
             if len(self.running) < self.max_seqs:
                 request.table = self.manager.fork(parent.table)
+                request.admitted = True
                 self.waiting.remove(request)
                 self.running.append(request)
                 started.append(request)
         return started
 
     def finish(self, request: Request) -> None:
-        """The request is over, for whatever reason: take it out and free its blocks."""
+        """Take a request out that is over, for whatever reason, and free its blocks."""
         if request in self.running:
             self.running.remove(request)
         else:
@@ -176,14 +242,28 @@ class Scheduler:
         self.manager.release(request.table)
         for sample in self.waiting:
             if sample.parent is request:
-                sample.parent = None  # nobody else will compute its prompt now
+                sample.parent = None  # no other request will compute its prompt now
 
-    def find(self, request_id: int) -> Request | None:
-        """The running or waiting request of that number."""
-        return next((r for r in (*self.running, *self.waiting) if r.id == request_id), None)
+    def restart(self, requests: Iterable[Request]) -> None:
+        """Start again with these unfinished requests, oldest first, after an interrupted step.
+
+        Every block is freed and every request waits. What they produced is kept.
+        """
+        self.manager.reset()
+        self.running.clear()
+        self.waiting = deque(requests)
+        for request in self.waiting:
+            request.table = BlockTable()
+            # A parent that is over, or beyond its prompt, will not compute the prompt for others.
+            parent = request.parent
+            if parent is not None and (parent.tokens or parent.finish_reason):
+                request.parent = None
 
     def slots(self) -> tuple[int, int]:
-        """(slots of the blocks that requests hold, those of them without a token); a shared block counts once."""
+        """(slots of the blocks that requests hold, slots of those without a token).
+
+        A block that several requests share counts once.
+        """
         size = self.manager.block_size
         empty: dict[int, int] = {}  # of blocks that are not full
         for request in self.running:

@@ -1,8 +1,4 @@
-"""What the tests share: one loaded default model, tiny random models of every family, and the tiers of the kernel tests.
-
-Triton decides when it is imported whether kernels run in its interpreter, so that the tiers are runs of their own:
-`pytest -m compile` and `TRITON_INTERPRET=1 pytest -m interpret`. `make test` runs all.
-"""
+"""What pytest needs for all tests: threads, tiers that must not be empty, the default model."""
 
 import os
 
@@ -10,37 +6,47 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches a hub
 
 import pytest
 import torch
+from models import tiny_config
+from tiers import HAS_TRITON, INTERPRETED
 
 import minillm
-from minillm import Decoder, ModelConfig, Tokenizer
-from minillm.attention import BACKENDS
+from minillm import Decoder, Tokenizer
 
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+# Workers side by side, a thread each: more threads than cores slow each other down many times.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Every backend by name; on a CPU the Triton kernels belong to the interpreter's tier.
-BACKEND_PARAMETERS = [pytest.param(name, marks=pytest.mark.interpret) if name == "triton" else name for name in BACKENDS]
+_SKIPS = (  # marker, when its tests are skipped, and why
+    ("interpret", not HAS_TRITON, "needs the package triton, which exists for Linux"),
+    ("compile", not HAS_TRITON, "needs the package triton, which exists for Linux"),
+    ("interpret", not INTERPRETED, "needs TRITON_INTERPRET=1 pytest -m interpret"),
+    ("compile", INTERPRETED, "needs the compiler: pytest -m compile, without TRITON_INTERPRET"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the kernel tests that cannot run here, with the reason; mark the slow ones."""
     for item in items:
-        if item.get_closest_marker("interpret") and not INTERPRETED:
-            item.add_marker(pytest.mark.skip(reason="needs Triton's interpreter: TRITON_INTERPRET=1 pytest -m interpret"))
-        if item.get_closest_marker("compile") and INTERPRETED:
-            item.add_marker(pytest.mark.skip(reason="needs Triton's compiler: pytest -m compile, without TRITON_INTERPRET"))
+        if "default" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+        for marker, skipped, reason in _SKIPS:
+            if skipped and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
-_run: list[str] = []
+_ran: list[str] = []
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Remember what was run and not skipped."""
     if report.when == "call" and not report.skipped:
-        _run.append(report.nodeid)
+        _ran.append(report.nodeid)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A tier that was asked for and ran nothing has failed."""
-    if session.config.option.markexpr in ("interpret", "compile") and exitstatus == 0 and not _run:
+    """A tier that was asked for, could run here and ran nothing has failed."""
+    asked = session.config.option.markexpr in ("interpret", "compile")
+    controller = "PYTEST_XDIST_WORKER" not in os.environ
+    if asked and HAS_TRITON and controller and exitstatus == 0 and not _ran:
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
 
 
@@ -50,13 +56,8 @@ def default() -> tuple[Decoder, Tokenizer]:
     return minillm.load(device="cpu", dtype="float32")
 
 
-def tiny_config(**changes: object) -> ModelConfig:
-    """A decoder small enough to run in milliseconds; H = 4 heads on K = 2, and odd sizes where they are allowed."""
-    sizes = dict(n_layers=2, d_model=24, n_heads=4, n_kv_heads=2, d_head=8, d_ff=40, vocab_size=97, max_seq_len=256)
-    return ModelConfig(**(sizes | changes))
-
-
 @pytest.fixture
 def tiny() -> Decoder:
+    """A tiny random model."""
     torch.manual_seed(0)
     return Decoder(tiny_config()).eval()

@@ -1,4 +1,7 @@
-"""Compiling the package's Triton kernels for GPUs that are not here: what would be launched, and what it would need."""
+"""Compiling the package's Triton kernels for GPUs that are not here.
+
+What would be launched, and what it would need.
+"""
 
 import os
 import re
@@ -17,21 +20,27 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 CUOBJDUMP = triton.knobs.nvidia.cuobjdump.path
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # bytes a block may use: CUDA C++ programming guide, compute capabilities
-_TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.int8: "i8"}
+# Bytes a block may use: CUDA C++ programming guide, compute capabilities.
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+_TYPES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
+    torch.int32: "i32", torch.int64: "i64", torch.int8: "i8",
+}  # fmt: skip
 
 
 @dataclass
 class Launch:
-    """One kernel call as the package would make it: the kernel, its arguments by name, its compile-time constants."""
+    """One kernel call as the package would make it: arguments by name, options of the compiler."""
 
     kernel: triton.JITFunction
     arguments: dict[str, Any]
     options: dict[str, int]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Binary:
+    """What the compiler made, and what a block or a thread of it needs."""
+
     ptx: str
     shared_bytes: int
     registers: int
@@ -46,7 +55,8 @@ class _Recorder:
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def call(*arguments: Any, **keywords: Any) -> None:
-            options = {key: keywords.pop(key) for key in ("num_warps", "num_ctas", "num_stages") if key in keywords}
+            names = {"num_warps", "num_ctas", "num_stages"} & keywords.keys()
+            options = {name: keywords.pop(name) for name in names}
             named = dict(zip(self.kernel.arg_names, arguments, strict=False)) | keywords
             assert set(named) == set(self.kernel.arg_names)
             if callable(grid):
@@ -58,7 +68,7 @@ class _Recorder:
 
 @contextmanager
 def recorded(module: ModuleType) -> Iterator[list[Launch]]:
-    """Inside the block, the kernels called by the functions of `module` are recorded, in order, and not run."""
+    """Inside the block, what the functions of `module` call is recorded, in order, and not run."""
     launches: list[Launch] = []
     with pytest.MonkeyPatch.context() as patch:
         for name, value in vars(module).copy().items():
@@ -72,27 +82,33 @@ def compile_for(launch: Launch, capability: int) -> Binary:
     signature, constants, hints = {}, {}, {}
     for i, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
-        if parameter.is_constexpr or (type(value) is int and value == 1):  # Triton makes 1 a constant, too
+        # Triton makes 1 a constant, too.
+        if parameter.is_constexpr or (type(value) is int and value == 1):
             signature[parameter.name], constants[(i,)] = "constexpr", value
             continue
         if isinstance(value, torch.Tensor):
-            signature[parameter.name] = "*" + _TYPES[value.dtype]
+            kind = "*" + _TYPES[value.dtype]
         else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
+            kind = "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
+        signature[parameter.name] = kind
         if isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0):
             hints[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, constants, hints)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options=launch.options
+    )
     registers, stack = _resources(compiled.asm["cubin"])
     return Binary(compiled.asm["ptx"], compiled.metadata.shared, registers, stack)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack, where ptxas puts what it spills; read from the cubin."""
+    """Registers of a thread, and bytes of its stack, where ptxas puts what it spills."""
     with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
         file.write(cubin)
+    command = [CUOBJDUMP, "--dump-resource-usage", file.name]
     try:
-        report = subprocess.run([CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     finally:
         os.unlink(file.name)
-    return int(re.search(r"REG:(\d+)", report)[1]), int(re.search(r"STACK:(\d+)", report)[1]) + int(re.search(r"LOCAL:(\d+)", report)[1])
+    used = {name: int(re.search(name + r":(\d+)", report)[1]) for name in ("REG", "STACK", "LOCAL")}
+    return used["REG"], used["STACK"] + used["LOCAL"]

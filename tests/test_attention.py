@@ -3,38 +3,30 @@
 import math
 import sys
 
-import numpy as np
 import pytest
 import torch
-from conftest import BACKEND_PARAMETERS, INTERPRETED, tiny_config
+from models import lively, tiny_config
+from plain_attention import oracle
+from tiers import BACKEND_PARAMETERS, HAS_TRITON, INTERPRETED
 from torch import Tensor
 
-from minillm import Decoder, KVCache, flash, generate
+from minillm import Decoder, KVCache, generate, kernels
 from minillm.attention import BACKENDS, attention
-from minillm.kv_cache import NoCache
+from minillm.cache import NoCache
 
 backends = pytest.mark.parametrize("backend", BACKEND_PARAMETERS)
-heads = pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(4, 4), (6, 2), (4, 1), (1, 1)], ids=["MHA", "GQA", "MQA", "one"])
+heads = pytest.mark.parametrize(
+    ("n_heads", "n_kv_heads"), [(4, 4), (6, 2), (4, 1), (1, 1)], ids=["MHA", "GQA", "MQA", "one"]
+)
 
 
-def oracle(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-    """One query of one head of one sequence at a time; no mask, the keys it may not see are not there."""
-    q, k, v = (t.double().numpy() for t in (q, k, v))
-    (B, T, H, _), S, group = q.shape, k.shape[1], q.shape[2] // k.shape[2]
-    out = np.empty_like(q)
-    for b in range(B):
-        for t in range(T):
-            for h in range(H):
-                visible = S - T + t + 1 if causal else S
-                scores = k[b, :visible, h // group] @ q[b, t, h] * scale
-                weights = np.exp(scores - scores.max())
-                out[b, t, h] = weights @ v[b, :visible, h // group] / weights.sum()
-    return torch.from_numpy(out)
-
-
-def qkv(T: int, S: int, H: int, K: int, D: int = 8, B: int = 2, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def qkv(
+    T: int, S: int, H: int, K: int, D: int = 8, B: int = 2, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(B, n, heads, D, generator=generator) for n, heads in ((T, H), (S, K), (S, K)))
+    return tuple(
+        torch.randn(B, n, heads, D, generator=generator) for n, heads in ((T, H), (S, K), (S, K))
+    )
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
@@ -56,7 +48,8 @@ def test_against_the_oracle(backend, n_heads, n_kv_heads, T, causal):
 @backends
 def test_fewer_keys_than_queries_without_a_mask(backend):
     q, k, v = qkv(T=5, S=2, H=4, K=2)
-    close(attention(q, k, v, causal=False, backend=backend), oracle(q, k, v, False, 1 / math.sqrt(8)))
+    out = attention(q, k, v, causal=False, backend=backend)
+    close(out, oracle(q, k, v, False, 1 / math.sqrt(8)))
 
 
 @backends
@@ -67,10 +60,11 @@ def test_scale(backend, scale, T):
     close(attention(q, k, v, scale=scale, backend=backend), oracle(q, k, v, True, scale))
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "triton"])  # which refuses them
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "triton"])
 @pytest.mark.parametrize("scale", [0.0, -0.7])
 @pytest.mark.parametrize("T", [1, 4, 9])
 def test_scales_of_zero_and_below(backend, scale, T):
+    """The Triton kernels refuse them."""
     q, k, v = qkv(T, 9, H=4, K=2)
     close(attention(q, k, v, scale=scale, backend=backend), oracle(q, k, v, True, scale))
 
@@ -86,8 +80,10 @@ def test_default_scale_follows_the_head_dimension(backend, D):
 @pytest.mark.parametrize("T", [1, 4])
 def test_strided_inputs(backend, T):
     S, H, K, D = 10, 6, 2, 8
-    projected = torch.randn(2, T, H + 2 * K, D)  # q as the model has it: some heads of a joint projection
-    cache = torch.randn(2, 3, 2, 32, K, D)  # k and v as a cache has them: part of a layer's buffer
+    # q as the model has it: some heads of a joint projection.
+    projected = torch.randn(2, T, H + 2 * K, D)
+    # k and v as a cache has them: part of a layer's buffer.
+    cache = torch.randn(2, 3, 2, 32, K, D)
     q, k, v = projected[:, :, :H], cache[0, 1, :, :S], cache[1, 1, :, :S]
     assert not (q.is_contiguous() or k.is_contiguous())
     before = cache.clone()
@@ -101,17 +97,21 @@ def test_strided_inputs(backend, T):
     ("backend", "dtype"),  # Triton's interpreter refuses bfloat16
     [
         *((backend, torch.bfloat16) for backend in BACKENDS if backend != "triton"),
-        *(pytest.param(*getattr(p, "values", (p,)), torch.float16, marks=getattr(p, "marks", ())) for p in BACKEND_PARAMETERS),
+        *(
+            pytest.param(*getattr(p, "values", (p,)), torch.float16, marks=getattr(p, "marks", ()))
+            for p in BACKEND_PARAMETERS
+        ),
     ],
 )
 @pytest.mark.parametrize(("T", "S"), [(1, 40), (17, 17), (17, 40)])
 def test_half_precision_is_as_exact_as_plain_torch(backend, dtype, T, S):
-    """The criterion of flash-attn's tests: at most twice the error of the same formula in the same dtype."""
+    """flash-attn's criterion: at most twice the error of the same formula in the same dtype."""
     for seed in range(5):
         full = qkv(T, S, H=4, K=2, D=32, seed=seed)
         q, k, v = (t.to(dtype) for t in full)
         exact = attention(q.float(), k.float(), v.float(), backend="reference")
-        k_all, v_all = (t.repeat_interleave(2, dim=2).transpose(1, 2) for t in (k, v))  # (B, H, S, D)
+        # (B, H, S, D)
+        k_all, v_all = (t.repeat_interleave(2, dim=2).transpose(1, 2) for t in (k, v))
         scores = q.transpose(1, 2) @ k_all.transpose(-1, -2) / math.sqrt(32)
         scores = scores.masked_fill(torch.ones(T, S, dtype=torch.bool).triu(S - T + 1), -torch.inf)
         plain = (scores.softmax(-1) @ v_all).transpose(1, 2)
@@ -162,17 +162,21 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
         ((2, 3, 4, 8), (2, 3, 4, 8), (2, 4, 4, 8), r"shapes .*\(2, 4, 4, 8\); expected"),
         ((2, 3, 4, 8), (1, 3, 4, 8), (1, 3, 4, 8), "differ in batch size or head dimension"),
         ((2, 3, 4, 8), (2, 3, 4, 16), (2, 3, 4, 16), "differ in batch size or head dimension"),
-        ((2, 3, 4, 8), (2, 3, 3, 8), (2, 3, 3, 8), "4 query heads are not a multiple of 3 key/value heads"),
-        ((2, 3, 4, 8), (2, 3, 8, 8), (2, 3, 8, 8), "4 query heads are not a multiple of 8 key/value heads"),
-        ((2, 3, 4, 8), (2, 3, 0, 8), (2, 3, 0, 8), r"k \(2, 3, 0, 8\) is empty; every size must be 1 or more"),
+        ((2, 3, 4, 8), (2, 3, 3, 8), (2, 3, 3, 8),
+         "4 query heads are not a multiple of 3 key/value heads"),
+        ((2, 3, 4, 8), (2, 3, 8, 8), (2, 3, 8, 8),
+         "4 query heads are not a multiple of 8 key/value heads"),
+        ((2, 3, 4, 8), (2, 3, 0, 8), (2, 3, 0, 8),
+         r"k \(2, 3, 0, 8\) is empty; every size must be 1 or more"),
         ((2, 3, 0, 8), (2, 3, 2, 8), (2, 3, 2, 8), r"q \(2, 3, 0, 8\) or k .* is empty"),
-        ((0, 3, 4, 8), (0, 3, 4, 8), (0, 3, 4, 8), r"q \(0, 3, 4, 8\) or k \(0, 3, 4, 8\) is empty"),
+        ((0, 3, 4, 8), (0, 3, 4, 8), (0, 3, 4, 8),
+         r"q \(0, 3, 4, 8\) or k \(0, 3, 4, 8\) is empty"),
         ((2, 0, 4, 8), (2, 3, 4, 8), (2, 3, 4, 8), r"q \(2, 0, 4, 8\) or k .* is empty"),
         ((2, 3, 4, 8), (2, 0, 4, 8), (2, 0, 4, 8), r"k \(2, 0, 4, 8\) is empty"),
         ((2, 3, 4, 0), (2, 3, 4, 0), (2, 3, 4, 0), r"q \(2, 3, 4, 0\) or k .* is empty"),
         ((2, 3, 4, 8), (2, 2, 4, 8), (2, 2, 4, 8), "causal attention of 3 queries to 2 keys"),
     ],
-)
+)  # fmt: skip
 def test_shapes_that_do_not_fit(backend, q, k, v, message):
     with pytest.raises(ValueError, match=message):
         attention(zeros(*q), zeros(*k), zeros(*v), backend=backend)
@@ -186,7 +190,8 @@ def test_dtypes_that_do_not_fit(backend, position):
         dtypes[position] = other
         with pytest.raises(TypeError, match="must be the same floating-point dtype"):
             attention(*(zeros(1, 2, 2, 8, dtype=dtype) for dtype in dtypes), backend=backend)
-    with pytest.raises(TypeError, match=r"dtypes torch\.int64, torch\.int64, torch\.int64; all three"):
+    message = r"dtypes torch\.int64, torch\.int64, torch\.int64; all three"
+    with pytest.raises(TypeError, match=message):
         attention(*[zeros(1, 2, 2, 8, dtype=torch.int64)] * 3, backend=backend)
 
 
@@ -200,21 +205,36 @@ def test_devices_that_do_not_fit(position):
 
 @pytest.mark.parametrize("backend", ["flash", "", None, "SDPA"])
 def test_unknown_backends(backend):
-    with pytest.raises(ValueError, match=f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}"):
+    message = f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}"
+    with pytest.raises(ValueError, match=message):
         attention(*qkv(1, 1, 1, 1), backend=backend)
 
 
 # Refusals of the Triton kernels, and what "auto" does instead
 
 
+NO_PACKAGE = "needs the package triton, which exists for Linux; use 'sdpa' or 'tiled'"
+
+
+def refusal(message: str) -> str:
+    """What backend "triton" says: this, where the package is installed."""
+    return f"backend 'triton' {message if HAS_TRITON else NO_PACKAGE}"
+
+
 def through_a_cache(cache: KVCache | NoCache, dtype: torch.dtype = torch.float32) -> Tensor:
-    return cache.attend(0, zeros(1, 2, 4, 8, dtype=dtype), zeros(1, 2, 2, 8, dtype=dtype), zeros(1, 2, 2, 8, dtype=dtype))
+    return cache.attend(0, *(zeros(1, 2, heads, 8, dtype=dtype) for heads in (4, 2, 2)))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter is on, so that the kernels run on the CPU")
+@pytest.mark.skipif(
+    INTERPRETED, reason="Triton's interpreter is on, so that the kernels run on the CPU"
+)
 @pytest.mark.parametrize("T", [1, 40])
-def test_triton_needs_a_cuda_device(tiny, T):
-    message = r"backend 'triton' needs a CUDA device, and q is on cpu; use 'sdpa' or 'tiled', or set TRITON_INTERPRET=1 before"
+def test_triton_needs_a_cuda_device(T):
+    message = refusal(
+        r"needs a CUDA device, and q is on cpu; use 'sdpa' or 'tiled', or set TRITON_INTERPRET=1 "
+        "before"
+    )
+    tiny = lively()
     q, k, v = qkv(T, 40, H=4, K=2)
     for inputs in ((q, k, v), [x.requires_grad_() for x in qkv(T, 40, 4, 2)]):
         with pytest.raises(ValueError, match=message):
@@ -230,45 +250,49 @@ def test_triton_needs_a_cuda_device(tiny, T):
 @pytest.mark.parametrize(
     ("D", "dtype", "scale", "message"),
     [
-        (8, torch.float64, None, r"computes in float32, float16 or bfloat16, not in torch\.float64; convert q, k, v or use 'sdpa'"),
+        (8, torch.float64, None, "computes in float32, float16 or bfloat16, not in "
+         r"torch\.float64; convert q, k, v or use 'sdpa'"),
         (257, torch.float32, None, "takes heads of at most 256 dimensions, not 257; use 'sdpa'"),
         (512, torch.float16, None, "takes heads of at most 256 dimensions, not 512"),
         (8, torch.float32, 0.0, r"needs a scale above 0, not 0\.0; use 'sdpa'"),
         (8, torch.float32, -0.5, r"needs a scale above 0, not -0\.5"),
         (8, torch.float32, math.nan, "needs a scale above 0, not nan"),
     ],
-)
+)  # fmt: skip
 def test_what_the_triton_kernels_refuse(D, dtype, scale, message):
     for T in (1, 40):
         inputs = [x.to(dtype) for x in qkv(T, 40, H=4, K=2, D=D)]
-        with pytest.raises(ValueError, match=f"backend 'triton' {message}"):
+        with pytest.raises(ValueError, match=refusal(message)):
             attention(*inputs, scale=scale, backend="triton")
 
 
 def test_caches_pass_the_refusals_on():
     model = Decoder(tiny_config()).double()
     for cache in (KVCache(model, 1, 8, backend="triton"), NoCache("triton")):
-        with pytest.raises(ValueError, match="backend 'triton' computes in float32, float16 or bfloat16"):
+        with pytest.raises(ValueError, match=refusal("computes in float32, float16 or bfloat16")):
             through_a_cache(cache, torch.float64)
 
 
 def test_without_the_package_triton(monkeypatch):
-    monkeypatch.setattr(flash, "_HAS_TRITON", False)
+    monkeypatch.setattr(kernels, "_HAS_TRITON", False)
     inputs = qkv(3, 3, H=4, K=2)
-    with pytest.raises(ValueError, match="needs the package triton, which exists for Linux; use 'sdpa' or 'tiled'"):
+    with pytest.raises(ValueError, match=f"backend 'triton' {NO_PACKAGE}"):
         attention(*inputs, backend="triton")
     for backend in ("auto", "tiled"):
         close(attention(*inputs, backend=backend), oracle(*inputs, True, 8**-0.5))
 
 
 @pytest.mark.interpret
-def test_the_interpreter_refuses_what_it_computes_wrongly(tiny):
-    message = "Triton's interpreter computes bfloat16 products wrongly; use float32 or float16 there"
+def test_the_interpreter_refuses_what_it_computes_wrongly():
+    message = (
+        "Triton's interpreter computes bfloat16 products wrongly; use float32 or float16 there"
+    )
     with pytest.raises(ValueError, match=message):
         attention(*(x.bfloat16() for x in qkv(3, 3, 4, 2)), backend="triton")
     with pytest.raises(ValueError, match=message):
-        generate(tiny.bfloat16(), [1, 2], 2, backend="triton")
-    with pytest.raises(ValueError, match="Triton's interpreter needs tensors on the CPU, and q is on meta"):
+        generate(lively().bfloat16(), [1, 2], 2, backend="triton")
+    message = "Triton's interpreter needs tensors on the CPU, and q is on meta"
+    with pytest.raises(ValueError, match=message):
         attention(*(zeros(1, 3, n, 8, device="meta") for n in (4, 2, 2)), backend="triton")
 
 
@@ -276,7 +300,8 @@ def test_the_interpreter_refuses_what_it_computes_wrongly(tiny):
 def test_auto_on_a_cpu_is_sdpa(monkeypatch, T):
     """Also where the interpreter could run the kernels: it is there to test with."""
     called = []
-    monkeypatch.setattr(sys.modules["minillm.attention"], "_sdpa", lambda *inputs: called.append(inputs))
+    module = sys.modules["minillm.attention"]  # the name in the package is the function
+    monkeypatch.setattr(module, "_sdpa", lambda *inputs: called.append(inputs))
     attention(*qkv(T, 40, H=4, K=2))
     assert len(called) == 1
 
@@ -289,6 +314,6 @@ def test_one_input_alone_may_learn(learns, T, backend):
     torch.manual_seed(0)
     inputs = [torch.randn(1, n, heads, 8) for n, heads in ((T, 4), (7, 2), (7, 2))]
     inputs[learns].requires_grad_()
-    (got,) = torch.autograd.grad(attention(*inputs, backend=backend).square().sum(), inputs[learns])
-    (expected,) = torch.autograd.grad(attention(*inputs, backend="reference").square().sum(), inputs[learns])
-    torch.testing.assert_close(got, expected)
+    outputs = (attention(*inputs, backend=name) for name in (backend, "reference"))
+    gradients = (torch.autograd.grad(x.square().sum(), inputs[learns])[0] for x in outputs)
+    torch.testing.assert_close(*gradients)

@@ -1,28 +1,39 @@
-"""The arithmetic claims of the source articles that the lessons examine, by number, each with its verdict."""
+"""The arithmetic claims of the source articles that the lessons examine, each with its verdict.
+
+The numbers are those of the lessons.
+"""
 
 import random
 from dataclasses import replace
 
 import pytest
+from models import tiny_config
 
 from minillm import Decoder, Engine, EngineConfig, Hardware, ModelConfig, costs
+from minillm.blocks import BlockManager
 from minillm.config import PRESETS
 from minillm.fragmentation import simulate
 from minillm.hardware import roofline_seconds
-from minillm.metrics import AZURE_OUTPUT, AZURE_PROMPT, VirtualClock, draw_length, step_seconds
-from minillm.paged import BlockManager
+from minillm.virtual_time import VirtualClock, step_seconds
+from minillm.workload import AZURE_OUTPUT, AZURE_PROMPT, draw_length
 
 GB, GiB = 10**9, 2**30
 
 
 def layer_matrices(config: ModelConfig) -> int:
     """Parameters of the attention and feed-forward matrices, without biases."""
-    parts = costs.param_breakdown(replace(config, qkv_bias=False, attn_out_bias=False, mlp_bias=False))
+    parts = costs.param_breakdown(
+        replace(config, qkv_bias=False, attn_out_bias=False, mlp_bias=False)
+    )
     return parts["attention"] + parts["mlp"]
 
 
 def test_claim_01_twelve_layers_width_squared():
-    """P = 12·L·C². Exact for the matrices of GPT-3 and OPT; elsewhere an estimate, and right by luck if it is right."""
+    """P = 12·L·C².
+
+    Exact for the matrices of GPT-3 and OPT; elsewhere an estimate, and right by luck if it is
+    right.
+    """
 
     def rule(name: str) -> int:
         return 12 * PRESETS[name].n_layers * PRESETS[name].d_model ** 2
@@ -31,22 +42,29 @@ def test_claim_01_twelve_layers_width_squared():
         assert rule(name) == layer_matrices(PRESETS[name])
     # Of the layers' matrices: SwiGLU's 3CF and fewer key/value heads move it either way.
     of_matrices = {name: rule(name) / layer_matrices(PRESETS[name]) for name in PRESETS}
-    assert of_matrices["llama-2-7b"] == pytest.approx(0.995, abs=5e-4)  # 3 · 11008 is 8.06 C, not 8 C
+    # 3 · 11008 is 8.06 C, not 8 C.
+    assert of_matrices["llama-2-7b"] == pytest.approx(0.995, abs=5e-4)
     assert of_matrices["llama-2-70b"] == pytest.approx(16 / 17)
     assert of_matrices["mistral-7b"] == pytest.approx(12 / 13)
     assert of_matrices["smollm2-135m"] == 9 / 8
     # Of all parameters, embeddings included.
     of_all = {name: rule(name) / costs.param_count(PRESETS[name]) for name in PRESETS}
     published = {
-        "gpt3-175b": 0.996, "opt-13b": 0.979, "llama-2-7b": 0.956, "llama-2-70b": 0.934, "mistral-7b": 0.890,
-        "llama-3-8b": 0.802, "smollm2-135m": 0.888, "qwen3-0.6b": 0.591,
+        "gpt3-175b": 0.996, "opt-13b": 0.979, "llama-2-7b": 0.956, "llama-2-70b": 0.934,
+        "mistral-7b": 0.890, "llama-3-8b": 0.802, "smollm2-135m": 0.888, "qwen3-0.6b": 0.591,
     }  # fmt: skip
     assert of_all == pytest.approx(published, abs=5e-4)
 
 
 def test_claim_02_seven_billion_parameters_are_14_gb():
-    """7B parameters in 16 bits are about 14 GB. True to 4%: Llama-2-7B is smaller than its name, Mistral-7B larger."""
-    llama, mistral = (costs.weight_bytes(ModelConfig.preset(name), "float16") for name in ("llama-2-7b", "mistral-7b"))
+    """7B parameters in 16 bits are about 14 GB.
+
+    True to 4%: Llama-2-7B is smaller than its name, Mistral-7B larger.
+    """
+    llama, mistral = (
+        costs.weight_bytes(ModelConfig.preset(name), "float16")
+        for name in ("llama-2-7b", "mistral-7b")
+    )
     assert (llama, mistral) == (2 * 6_738_415_616, 2 * 7_241_732_096)
     assert (round(llama / GB, 2), round(mistral / GB, 2)) == (13.48, 14.48)
     assert all(abs(size / (14 * GB) - 1) < 0.04 for size in (llama, mistral))
@@ -55,37 +73,51 @@ def test_claim_02_seven_billion_parameters_are_14_gb():
 
 
 def test_claim_03_llama_2_70b_is_130_gb():
-    """Llama-2-70B is 130 GB, 2 × A100-80GB hold it. 138 GB, or 128.5 GiB; two hold it with room for 16 sequences, four for 135."""
+    """Llama-2-70B is 130 GB, 2 × A100-80GB hold it.
+
+    138 GB, or 128.5 GiB; two hold it with room for 16 sequences, four for 135.
+    """
     config, memory = ModelConfig.preset("llama-2-70b"), Hardware.preset("a100-80gb").memory_bytes
     weights = costs.weight_bytes(config, "float16")
     assert round(weights / GB, 2) == 137.95
     assert round(weights / GiB, 1) == 128.5
     assert memory < weights < 2 * memory
-    assert round((2 * memory - weights) / GB, 1) == 22.0  # for cache, activations and everything else
+    # What is left for cache, activations and everything else.
+    assert round((2 * memory - weights) / GB, 1) == 22.0
     assert costs.max_batch_size(config, 4096, 2 * memory, "float16") == 16
     assert costs.max_batch_size(config, 4096, 4 * memory, "float16") == 135
     # Without shared key/value heads, two would hold two sequences.
-    assert costs.kv_bytes_per_token(replace(config, n_kv_heads=64), "float16") == 8 * costs.kv_bytes_per_token(config, "float16")
+    per_token = costs.kv_bytes_per_token(config, "float16")
+    assert costs.kv_bytes_per_token(replace(config, n_kv_heads=64), "float16") == 8 * per_token
     assert (2 * memory - weights) // (8 * costs.kv_cache_bytes(config, 1, 4096, "float16")) == 2
 
 
 def test_claim_04_bytes_per_parameter():
-    """4 bytes a parameter in fp32, 2 in fp16, 1 in int8. Exact for the numbers; scales and zero points come on top."""
+    """4 bytes a parameter in fp32, 2 in fp16, 1 in int8.
+
+    Exact for the numbers; scales and zero points come on top.
+    """
     for config in PRESETS.values():
         n = costs.param_count(config)
-        assert [costs.weight_bytes(config, dtype) for dtype in ("fp32", "fp16", "int8")] == [4 * n, 2 * n, n]
+        for dtype, n_bytes in (("fp32", 4), ("fp16", 2), ("int8", 1)):
+            assert costs.weight_bytes(config, dtype) == n_bytes * n
         assert costs.weight_bytes(config, "int4") == (n + 1) // 2
     # A float16 scale for every 32 int8 numbers (GGUF's Q8_0) makes it 8.5 bits, 6.25% more.
     assert (32 * costs.dtype_bits("int8") + costs.dtype_bits("fp16")) / 32 == 8.5
 
 
 def test_claim_08_loading_130_gb_bounds_the_latency():
-    """130 GB at 2000 GB/s bounds a token to 65 ms; CPUs have 1050 GB/s. True as arithmetic; but no such chip or CPU is here."""
+    """130 GB at 2000 GB/s bounds a token to 65 ms; CPUs have 1050 GB/s.
+
+    True as arithmetic; but no such chip or CPU is here.
+    """
     a100 = Hardware.preset("a100-80gb")
     assert a100.bandwidth == 2039 * GB
-    assert roofline_seconds(replace(a100, bandwidth=2000 * GB), 0, 130e9, "float16") == pytest.approx(0.065)
+    claimed = replace(a100, bandwidth=2000 * GB)
+    assert roofline_seconds(claimed, 0, 130e9, "float16") == pytest.approx(0.065)
     assert roofline_seconds(a100, 0, 130e9, "float16") == pytest.approx(0.0638, abs=5e-5)
-    # The bound of the model itself: all its weights but the input embedding, and two FLOPs for each don't matter.
+    # The bound of the model itself: all its weights but the input embedding. Two FLOPs for each
+    # don't matter.
     config = ModelConfig.preset("llama-2-70b")
     moved, flops = costs.decode_bytes(config, 1, 1, "float16"), costs.decode_flops(config, 1)
     bound = roofline_seconds(a100, flops, moved, "float16")
@@ -95,50 +127,69 @@ def test_claim_08_loading_130_gb_bounds_the_latency():
     assert costs.weight_bytes(config, "float16") > a100.memory_bytes
     assert bound / 2 == pytest.approx(0.0337, abs=5e-5)
     # 12 channels of DDR5-4800 have 460.8 GB/s: two sockets still fall short of 1050.
-    assert 2 * Hardware.preset("epyc-9654").bandwidth < 1050 * GB < 3 * Hardware.preset("epyc-9654").bandwidth
+    socket = Hardware.preset("epyc-9654").bandwidth
+    assert 2 * socket < 1050 * GB < 3 * socket
 
 
 def test_claim_10_key_and_value_are_a_sixth_of_the_work():
-    """K and V of a token cost 1/6 of its forward pass. Exact for 12·L·C² models less scores and head; with GQA far less."""
+    """K and V of a token cost 1/6 of its forward pass.
+
+    Exact for 12·L·C² models less scores and head; with GQA far less.
+    """
 
     def kv_flops(config: ModelConfig) -> int:
-        return config.n_layers * 2 * (2 * config.d_model * config.n_kv_heads * config.d_head)  # two matrices, 2 FLOPs each
+        parameters = 2 * config.d_model * config.n_kv_heads * config.d_head  # two matrices
+        return config.n_layers * 2 * parameters
 
     for name in ("gpt3-175b", "opt-13b"):
         config = ModelConfig.preset(name)
         assert kv_flops(config) == 4 * config.n_layers * config.d_model**2
-        assert 6 * kv_flops(config) == 2 * layer_matrices(config) == 24 * config.n_layers * config.d_model**2
+        assert 6 * kv_flops(config) == 2 * layer_matrices(config)
+        assert 6 * kv_flops(config) == 24 * config.n_layers * config.d_model**2
         # Scores and head only make the share smaller.
         assert kv_flops(config) / costs.decode_flops(config, 2048) < 1 / 6
-    assert kv_flops(PRESETS["gpt3-175b"]) / costs.decode_flops(PRESETS["gpt3-175b"], 2048) == pytest.approx(0.1616, abs=5e-5)
+    gpt3 = PRESETS["gpt3-175b"]
+    share = kv_flops(gpt3) / costs.decode_flops(gpt3, 2048)
+    assert share == pytest.approx(0.1616, abs=5e-5)
     one_in = {name: 2 * layer_matrices(PRESETS[name]) / kv_flops(PRESETS[name]) for name in PRESETS}
     assert one_in["llama-2-7b"] == 6.03125
     assert (one_in["llama-2-70b"], one_in["mistral-7b"], one_in["smollm2-135m"]) == (51, 26, 16)
 
 
 def test_claim_12_kv_bytes_per_token():
-    """2·L·H·D·bytes a token, 2 GB for Llama-2-7B at 4096. Exactly 2 GiB; where heads are shared it is K, not H."""
+    """2·L·H·D·bytes a token, 2 GB for Llama-2-7B at 4096.
+
+    Exactly 2 GiB; where heads are shared it is K, not H.
+    """
     llama = ModelConfig.preset("llama-2-7b")
-    assert costs.kv_cache_bytes(llama, 1, 4096, "float16") == 1 * 4096 * 2 * 32 * 4096 * 2 == 2_147_483_648 == 2 * GiB
+    n_bytes = costs.kv_cache_bytes(llama, 1, 4096, "float16")
+    assert n_bytes == 1 * 4096 * 2 * 32 * 4096 * 2 == 2_147_483_648 == 2 * GiB
     for config in PRESETS.values():
         claimed = 2 * config.n_layers * config.n_heads * config.d_head * 2
-        assert claimed == costs.kv_bytes_per_token(config, "float16") * config.n_heads // config.n_kv_heads
+        per_token = costs.kv_bytes_per_token(config, "float16")
+        assert claimed == per_token * config.n_heads // config.n_kv_heads
     assert costs.kv_cache_bytes(ModelConfig.preset("mistral-7b"), 1, 4096, "float16") == GiB // 2
 
 
 def test_claim_13_bytes_per_token_of_opt_13b():
-    """2 × 5120 × 20 layers × 2 bytes = 400 kB; 8000 tokens 3.2 GB. An erratum: OPT-13B has 40 layers, so it is double."""
+    """2 × 5120 × 20 layers × 2 bytes = 400 kB; 8000 tokens 3.2 GB.
+
+    An erratum: OPT-13B has 40 layers, so it is double, the vLLM paper's 800 KB.
+    """
     opt = ModelConfig.preset("opt-13b")
     assert (opt.n_layers, opt.d_model) == (40, 5120)
     claimed = 2 * 5120 * 20 * 2
     assert claimed == 409_600 == 400 * 1024
     assert round(8000 * claimed / GB, 2) == 3.28
-    assert costs.kv_bytes_per_token(opt, "float16") == 819_200 == 800 * 1024 == 2 * claimed  # the vLLM paper's 800 KB
+    assert costs.kv_bytes_per_token(opt, "float16") == 819_200 == 800 * 1024 == 2 * claimed
     assert round(costs.kv_cache_bytes(opt, 1, 8000, "float16") / GB, 2) == 6.55
 
 
 def test_claim_14_weights_take_65_percent():
-    """Weights 65%, cache 30% of serving memory. True of 13B on 40 GB, where the vLLM paper found it; not of other pairs."""
+    """Weights 65%, cache 30% of serving memory.
+
+    True of 13B on 40 GB, where the vLLM paper found it; not of other pairs.
+    """
     opt, a100 = ModelConfig.preset("opt-13b"), Hardware.preset("a100-40gb")
     assert 13e9 * 2 / a100.memory_bytes == pytest.approx(0.65)
     weights = costs.weight_bytes(opt, "float16")
@@ -147,27 +198,37 @@ def test_claim_14_weights_take_65_percent():
     assert costs.max_batch_size(opt, 2048, a100.memory_bytes, "float16") == 8
     # 30% of the memory is 12 GB: fourteen and a half thousand tokens.
     assert 0.30 * a100.memory_bytes // costs.kv_bytes_per_token(opt, "float16") == 14648
-    other = costs.weight_bytes(ModelConfig.preset("llama-3-8b"), "float16") / Hardware.preset("h200").memory_bytes
-    assert other == pytest.approx(0.114, abs=5e-4)
+    other = costs.weight_bytes(ModelConfig.preset("llama-3-8b"), "float16")
+    assert other / Hardware.preset("h200").memory_bytes == pytest.approx(0.114, abs=5e-4)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_claim_15_the_cache_grows_linearly(name):
-    """The cache grows linearly with batch and sequence length. Exactly, for a cache that is not shared or cut off."""
+    """The cache grows linearly with batch and sequence length.
+
+    Exactly, for a cache that is not shared or cut off.
+    """
     config = ModelConfig.preset(name)
-    for batch in (1, 2, 7, 64):
-        for seq_len in (1, 2, 1000, 2048):
-            assert costs.kv_cache_bytes(config, batch, seq_len, "fp16") == batch * seq_len * costs.kv_bytes_per_token(config, "fp16")
-    assert costs.kv_cache_bytes(config, 0, 9, "fp16") == costs.kv_cache_bytes(config, 9, 0, "fp16") == 0
+    per_token = costs.kv_bytes_per_token(config, "fp16")
+    for batch in (0, 1, 2, 7, 64):
+        for seq_len in (0, 1, 2, 1000, 2048):
+            n_bytes = costs.kv_cache_bytes(config, batch, seq_len, "fp16")
+            assert n_bytes == batch * seq_len * per_token
 
 
 def azure_trace(n: int) -> list[tuple[int, int]]:
     generator = random.Random(0)
-    return [(draw_length(AZURE_PROMPT, generator), draw_length(AZURE_OUTPUT, generator)) for _ in range(n)]
+    return [
+        tuple(draw_length(lengths, generator) for lengths in (AZURE_PROMPT, AZURE_OUTPUT))
+        for _ in range(n)
+    ]
 
 
 def test_claim_21_a_fifth_to_three_eighths_of_the_reserved_cache_was_used():
-    """20–38% of the reserved cache held tokens. So it is when the reservation is 1.0 to 1.7 times the longest; paging: 98%."""
+    """20–38% of the reserved cache held tokens.
+
+    So it is when the reservation is 1.0 to 1.7 times the longest; paging: 98%.
+    """
     longest = AZURE_PROMPT[-1][1] + AZURE_OUTPUT[-1][1]
 
     def used(policy: str, max_len: int) -> float:
@@ -180,18 +241,27 @@ def test_claim_21_a_fifth_to_three_eighths_of_the_reserved_cache_was_used():
 
 
 def test_claim_22_paging_wastes_less_than_a_block_a_sequence():
-    """No external fragments, and at most P - 1 slots a sequence inside. Exactly; half a block on average."""
-    samples = simulate(azure_trace(300), "paged", n_slots=1 << 17, max_len=5120, block_size=16, n_steps=300)
+    """No external fragments, and at most P - 1 slots a sequence inside.
+
+    Exactly; half a block on average.
+    """
+    sizes = dict(n_slots=1 << 17, max_len=5120, n_steps=300)
+    samples = simulate(azure_trace(300), "paged", block_size=16, **sizes)
     assert all(s.external == s.reserved == 0 and s.internal <= 15 * s.running for s in samples)
-    assert sum(s.internal for s in samples) / sum(s.running for s in samples) == pytest.approx(7.5, abs=0.5)
-    others = simulate(azure_trace(300), "oracle", n_slots=1 << 17, max_len=5120, n_steps=300)
-    assert sum(s.external for s in others) / len(others) > 0.05 * (1 << 17)  # even when every length is known ahead
+    mean = sum(s.internal for s in samples) / sum(s.running for s in samples)
+    assert mean == pytest.approx(7.5, abs=0.5)
+    others = simulate(azure_trace(300), "oracle", **sizes)
+    # Even when every length is known ahead.
+    assert sum(s.external for s in others) / len(others) > 0.05 * (1 << 17)
     # Of OPT-13B at most 15 · 800 KiB, 12 MB: what 15 tokens take, whatever the sequence's length.
     assert 15 * costs.kv_bytes_per_token(PRESETS["opt-13b"], "float16") == 12_288_000
 
 
 def test_claim_23_samples_share_the_blocks_of_their_prompt():
-    """Parallel samples share their prompt's blocks. All that are full; four answers of 100 to 1000 tokens take 91 blocks, not 276."""
+    """Parallel samples share their prompt's blocks.
+
+    All that are full. Four answers of 100 tokens to a prompt of 1000 take 90 blocks, not 276.
+    """
 
     def blocks(n_prompt: int, n_new: int, n_samples: int) -> int:
         manager = BlockManager(1000, 16, prefix_caching=False)
@@ -211,22 +281,30 @@ def test_claim_23_samples_share_the_blocks_of_their_prompt():
 
 
 def test_claim_25_latency_is_ttft_and_the_steps_after_it():
-    """TTFT = queue + prefill + one decode, latency = TTFT + TPOT · tokens. Off by one: the prefill gives the first token."""
+    """TTFT = queue + prefill + one decode, latency = TTFT + TPOT · tokens.
+
+    Off by one: the prefill gives the first token.
+    """
     a100, llama = Hardware.preset("a100-80gb"), ModelConfig.preset("llama-2-7b")
-    tiny = Decoder(ModelConfig(n_layers=1, d_model=8, n_heads=1, n_kv_heads=1, d_head=8, d_ff=8, vocab_size=9, max_seq_len=64))
     clock = VirtualClock(llama, a100)
+    tiny = Decoder(tiny_config(max_seq_len=64))
     engine = Engine(tiny, EngineConfig(n_blocks=9, max_seqs=1, prefix_caching=False), clock=clock)
     for _ in range(2):
         engine.submit([1] * 40, 11)
     first, second = engine.run().values()
     prefill = step_seconds(llama, a100, 40, 0, 40, "float16")
     decodes = [step_seconds(llama, a100, 0, 1, 40 + i, "float16") for i in range(1, 11)]
-    assert first.ttft == pytest.approx(prefill) and second.ttft == pytest.approx(first.latency + prefill)
-    assert first.latency == pytest.approx(prefill + sum(decodes)) == pytest.approx(first.ttft + first.tpot * 10)
+    assert first.ttft == pytest.approx(prefill)
+    assert second.ttft == pytest.approx(first.latency + prefill)
+    assert first.latency == pytest.approx(prefill + sum(decodes))
+    assert first.latency == pytest.approx(first.ttft + first.tpot * 10)
 
 
 def test_claim_37_flops_grew_faster_than_memory():
-    """A100 to H100: FLOPs more than double, memory stays at 80 GB. True; bandwidth grew 1.64 times, so the ridge moved from 153 to 295."""
+    """A100 to H100: FLOPs more than double, memory stays at 80 GB.
+
+    True; bandwidth grew 1.64 times, so the ridge moved from 153 to 295.
+    """
     a100, h100 = Hardware.preset("a100-80gb"), Hardware.preset("h100")
     assert (a100.peak("bfloat16"), h100.peak("bfloat16")) == (312e12, 989.5e12)
     assert h100.peak("bfloat16") / a100.peak("bfloat16") == pytest.approx(3.17, abs=5e-3)

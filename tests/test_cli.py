@@ -21,7 +21,9 @@ def test_count_says_how_many_chips_a_large_model_needs(capsys):
     assert "need 2 × h100" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("preset", ["gpt3-175b", "opt-13b", "mistral-7b", "llama-3-8b", "smollm2-135m", "qwen3-0.6b"])
+@pytest.mark.parametrize(
+    "preset", ["gpt3-175b", "opt-13b", "mistral-7b", "llama-3-8b", "smollm2-135m", "qwen3-0.6b"]
+)
 @pytest.mark.parametrize("gpu", ["h200", "v100", "t4", "m1-max", "epyc-9654"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int4"])
 def test_count_knows_every_pair(preset, gpu, dtype, capsys):
@@ -30,7 +32,10 @@ def test_count_knows_every_pair(preset, gpu, dtype, capsys):
 
 
 def test_generate_streams_and_reports(default, capsys):
-    assert main(["generate", "The capital of France is", "--max-new-tokens", "4", "--device", "cpu"]) == 0
+    assert (
+        main(["generate", "The capital of France is", "--max-new-tokens", "4", "--device", "cpu"])
+        == 0
+    )
     out = capsys.readouterr().out
     assert out.startswith(" Paris.")
     assert "time to first token" in out
@@ -78,7 +83,9 @@ def test_bad_input_is_one_sentence(arguments, words, capsys):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["gnerate"], ["count"], ["generate", "x", "--seed", "one"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["gnerate"], ["count"], ["generate", "x", "--seed", "one"]]
+)
 def test_bad_usage_is_one_sentence(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         main(arguments)

@@ -1,6 +1,7 @@
-"""The Triton kernels compiled for GPUs that need not be here: they fit, they spill nothing, they use the matrix instructions.
+"""The Triton kernels compiled for GPUs that need not be here.
 
-Compute capability 8.0 stands for A100 and its kind, 9.0 for H100. What is compiled is what the package would launch.
+They fit, they spill nothing, they use the matrix instructions. Compute capability 8.0 stands for
+A100 and its kind, 9.0 for H100. What is compiled is what the package would launch.
 """
 
 import itertools
@@ -22,11 +23,17 @@ ROWS = {"part, 1 row": (1, 2, 2), "part, 32 rows": (4, 16, 2)}  # T, H, K
 KERNELS = ("forward", "dkv", "dq", *ROWS)
 
 
-def launch(name: str, dtype: torch.dtype, D: int, *, causal: bool = True, T: int = 512, S: int = 512) -> Launch:
-    """The call of that kernel for a batch of 2 and 4 query heads on 2, or for decode with the rows of its name."""
+def launch(
+    name: str, dtype: torch.dtype, D: int, *, causal: bool = True, T: int = 512, S: int = 512
+) -> Launch:
+    """The call of that kernel for a batch of 2 and 4 query heads on 2.
+
+    For decode with the rows of its name.
+    """
 
     def tensors(T: int, H: int, K: int) -> list[torch.Tensor]:
-        return [torch.empty(2, n, heads, D, dtype=dtype, device="meta") for n, heads in ((T, H), (S, K), (S, K))]
+        shapes = ((2, T, H, D), (2, S, K, D), (2, S, K, D))
+        return [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
 
     if name in ROWS or name == "merge":
         with recorded(flash_decode) as launches:
@@ -37,15 +44,18 @@ def launch(name: str, dtype: torch.dtype, D: int, *, causal: bool = True, T: int
         with recorded(flash_forward) as launches:
             flash_forward.flash_forward(q, k, v, causal, 0.1)
         return launches[0]
+    lse = torch.empty(2, 4, T, device="meta")
     with recorded(flash_backward) as launches:
-        flash_backward.flash_backward(q, q, k, v, q, torch.empty(2, 4, T, device="meta"), causal, 0.1)
+        flash_backward.flash_backward(q, q, k, v, q, lse, causal, 0.1)
     return launches[("delta", "dkv", "dq").index(name)]
 
 
 def fits(call: Launch, capability: int, *, spilled_bytes: int = 0) -> Binary:
     binary = compile_for(call, capability)
     assert binary.shared_bytes <= SHARED_LIMIT[capability]
-    assert binary.spilled_bytes <= spilled_bytes, f"{binary.spilled_bytes} bytes spilled, {binary.registers} registers"
+    assert binary.spilled_bytes <= spilled_bytes, (
+        f"{binary.spilled_bytes} bytes spilled, {binary.registers} registers"
+    )
     return binary
 
 
@@ -56,7 +66,8 @@ def matrix_instructions(binary: Binary) -> set[str]:
 @pytest.mark.parametrize("capability", SHARED_LIMIT)
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(
-    ("dtype", "D"),  # float16 compiles to the same but for the type's name: two sizes will do
+    ("dtype", "D"),
+    # float16 compiles to the same but for the type's name: two sizes will do.
     [*itertools.product((FP32, BF16), (16, 32, 64, 96, 128, 256)), (FP16, 64), (FP16, 128)],
     ids=str,
 )
@@ -67,16 +78,19 @@ def test_defaults(dtype, D, name, capability):
         assert "fma.rn.f32" in binary.ptx
         return
     assert f".{'bf16' if dtype == BF16 else 'f16'}" in binary.ptx
+    possible = {"wgmma.mma_async", "mma.sync"} if capability == 90 else {"mma.sync"}
     if capability == 90 and (name == "forward" or (name == "dkv" and D <= 128)):
-        assert "wgmma.mma_async" in matrix_instructions(binary)  # its tiles are high enough for the instruction of a warp group
-    else:
-        assert matrix_instructions(binary) & ({"wgmma.mma_async", "mma.sync"} if capability == 90 else {"mma.sync"})
+        possible = {"wgmma.mma_async"}  # the tiles are high enough for that of a warp group
+    assert matrix_instructions(binary) & possible
 
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("changes", [{"causal": False}, {"T": 509, "S": 1021}], ids=str)
 def test_without_a_mask_and_odd_sizes(name, changes):
-    """Sizes that 16 doesn't divide: Triton compiles them for themselves. A decode kernel's T is that of its rows."""
+    """Sizes that 16 doesn't divide: Triton compiles them for themselves.
+
+    A decode kernel's T is that of its rows.
+    """
     for dtype, D in ((BF16, 128), (FP32, 64)):
         fits(launch(name, dtype, D, **changes), 90)
 
@@ -92,18 +106,31 @@ def test_delta_and_merge(monkeypatch, dtype, D, capability):
         fits(call, capability)
 
 
+LISTS = {
+    "forward": flash_forward.configs,
+    "dkv": flash_backward.configs_dkv,
+    "dq": flash_backward.configs_dq,
+}
+
+
 def others() -> list[Any]:
-    lists = {"forward": flash_forward.configs, "dkv": flash_backward.configs_dkv, "dq": flash_backward.configs_dq}
-    return [(name, D, i) for name, choose in lists.items() for D in (64, 128, 256) for i in range(1, len(choose(D, BF16)))]
+    return [
+        (name, D, i)
+        for name, choose in LISTS.items()
+        for D in (64, 128, 256)
+        for i in range(1, len(choose(D, BF16)))
+    ]
 
 
 @pytest.mark.parametrize("capability", SHARED_LIMIT)
 @pytest.mark.parametrize(("name", "D", "i"), others())
 def test_configurations_to_choose_from(name, D, i, capability):
-    """Those after the default may spill: they are timed before they are used. Too much shared memory would be an error."""
+    """Those after the default may spill: they are timed before they are used.
+
+    Too much shared memory would be an error.
+    """
     call = launch(name, BF16, D)
-    choose = {"forward": flash_forward.configs, "dkv": flash_backward.configs_dkv, "dq": flash_backward.configs_dq}[name]
-    chosen = choose(D, BF16)[i]
+    chosen = LISTS[name](D, BF16)[i]
     assert chosen.kwargs.keys() <= call.arguments.keys()
     call.arguments.update(chosen.kwargs)
     call.options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
@@ -111,7 +138,7 @@ def test_configurations_to_choose_from(name, D, i, capability):
 
 
 def test_the_tuner_knows_its_keys():
-    """An autotuner is made for each head dimension and dtype once, with all of the list's configurations."""
+    """An autotuner is made for each head dimension and dtype once, with the whole list."""
     for tuned, choose, kernel in (
         (flash_forward._tuned, flash_forward.configs, flash_forward.flash_forward_kernel),
         (flash_backward._tuned_dkv, flash_backward.configs_dkv, flash_backward.dkv_kernel),
@@ -119,7 +146,8 @@ def test_the_tuner_knows_its_keys():
     ):
         tuner = tuned(64, BF16)
         assert tuner is tuned(64, BF16) is not tuned(128, BF16)
-        assert tuner.fn is kernel and set(tuner.keys) == {"LENGTH", "CAUSAL"} <= set(kernel.arg_names)
+        assert tuner.fn is kernel
+        assert set(tuner.keys) == {"LENGTH", "CAUSAL"} <= set(kernel.arg_names)
         assert [str(c) for c in tuner.configs] == [str(c) for c in choose(64, BF16)]
 
 
@@ -137,6 +165,7 @@ def test_spills_and_rounding_would_be_seen():
     call.options = {"num_warps": 1, "num_stages": 1}
     assert compile_for(call, 80).spilled_bytes > 100
     x = torch.empty(32, 32, device="meta")
+    call = Launch(rounding_kernel, {"X": x, "OUT": x}, {"num_warps": 4})
     for capability in SHARED_LIMIT:
-        rounded = compile_for(Launch(rounding_kernel, {"X": x, "OUT": x}, {"num_warps": 4}), capability)
+        rounded = compile_for(call, capability)
         assert "tf32" in rounded.ptx and matrix_instructions(rounded)

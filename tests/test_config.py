@@ -1,21 +1,34 @@
-"""ModelConfig against transformers' own config classes, against published parameter counts, and against nonsense."""
+"""ModelConfig against transformers' config classes, published parameter counts, and nonsense."""
 
 import copy
 import dataclasses
 
 import pytest
 import torch
-from conftest import tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import tiny_config
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from minillm import ModelConfig, costs
 from minillm.config import PRESETS, llama3_rope_factors
 
-SIZES = dict(vocab_size=97, hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2)
-LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+SIZES = dict(
+    vocab_size=97,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+)
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
 
 
 def rope(theta: float, **scaling: object) -> dict[str, object]:
@@ -24,13 +37,31 @@ def rope(theta: float, **scaling: object) -> dict[str, object]:
 
 # the live config, and what it must become beyond SIZES
 LIVE = {
-    "llama": (LlamaConfig(**SIZES, max_position_embeddings=512, **rope(5e5)), dict(rope_theta=5e5, max_seq_len=512)),
-    "llama-biased": (LlamaConfig(**SIZES, attention_bias=True), dict(qkv_bias=True, attn_out_bias=True)),
-    "llama-tied": (LlamaConfig(**SIZES, tie_word_embeddings=True, rms_norm_eps=1e-5), dict(tie_embeddings=True, norm_eps=1e-5)),
-    "llama-scaled": (LlamaConfig(**SIZES, **rope(1e4, **LLAMA3)), dict(rope_factors=llama3_rope_factors(1e4, 4, 8.0, 1.0, 4.0, 64))),
+    "llama": (
+        LlamaConfig(**SIZES, max_position_embeddings=512, **rope(5e5)),
+        dict(rope_theta=5e5, max_seq_len=512),
+    ),
+    "llama-biased": (
+        LlamaConfig(**SIZES, attention_bias=True),
+        dict(qkv_bias=True, attn_out_bias=True),
+    ),
+    "llama-tied": (
+        LlamaConfig(**SIZES, tie_word_embeddings=True, rms_norm_eps=1e-5),
+        dict(tie_embeddings=True, norm_eps=1e-5),
+    ),
+    "llama-scaled": (
+        LlamaConfig(**SIZES, **rope(1e4, **LLAMA3)),
+        dict(rope_factors=llama3_rope_factors(1e4, 4, 8.0, 1.0, 4.0, 64)),
+    ),
     "llama-head_dim": (LlamaConfig(**SIZES, head_dim=10), dict(d_head=10)),
-    "mistral": (MistralConfig(**SIZES, sliding_window=None, **rope(1e6)), dict(rope_theta=1e6, max_seq_len=131072)),
-    "qwen2": (Qwen2Config(**SIZES, **rope(1e6)), dict(rope_theta=1e6, qkv_bias=True, max_seq_len=32768)),
+    "mistral": (
+        MistralConfig(**SIZES, sliding_window=None, **rope(1e6)),
+        dict(rope_theta=1e6, max_seq_len=131072),
+    ),
+    "qwen2": (
+        Qwen2Config(**SIZES, **rope(1e6)),
+        dict(rope_theta=1e6, qkv_bias=True, max_seq_len=32768),
+    ),
     "qwen3": (Qwen3Config(**SIZES), dict(d_head=128, qk_norm=True, max_seq_len=32768)),
     "qwen3-biased": (
         Qwen3Config(**SIZES, head_dim=6, attention_bias=True),
@@ -54,24 +85,62 @@ def test_from_hf_reads_live_configs_in_every_spelling(name: str, spelling: objec
     live, changes = LIVE[name]
     raw = live.to_diff_dict() if spelling == "saved" else live.to_dict()
     expected = dict(
-        n_layers=3, d_model=24, n_heads=6, n_kv_heads=2, d_head=4, d_ff=40, vocab_size=97, max_seq_len=2048, name=name, norm_eps=1e-6
+        n_layers=3,
+        d_model=24,
+        n_heads=6,
+        n_kv_heads=2,
+        d_head=4,
+        d_ff=40,
+        vocab_size=97,
+        max_seq_len=2048,
+        name=name,
+        norm_eps=1e-6,
     )
     expected = ModelConfig(**(expected | changes))
-    assert ModelConfig.from_hf(spelled_as_in_4(raw) if spelling == 4 else raw, name=name) == expected
+    assert (
+        ModelConfig.from_hf(spelled_as_in_4(raw) if spelling == 4 else raw, name=name) == expected
+    )
 
 
 def test_old_configs_may_leave_out_what_has_a_default() -> None:
-    raw = dict(model_type="llama", hidden_size=24, intermediate_size=40, num_hidden_layers=1, num_attention_heads=6, vocab_size=97)
+    raw = dict(
+        model_type="llama",
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=1,
+        num_attention_heads=6,
+        vocab_size=97,
+    )
     config = ModelConfig.from_hf(raw)
-    assert (config.n_kv_heads, config.d_head, config.rope_theta, config.norm_eps, config.max_seq_len) == (6, 4, 1e4, 1e-6, 2048)
+    assert (
+        config.n_kv_heads,
+        config.d_head,
+        config.rope_theta,
+        config.norm_eps,
+        config.max_seq_len,
+    ) == (6, 4, 1e4, 1e-6, 2048)
     assert not config.tie_embeddings and not config.qkv_bias
 
 
 @pytest.mark.parametrize("key", ["rope_type", "type"])
-@pytest.mark.parametrize(("theta", "d_head", "original"), [(5e5, 128, 8192), (1e4, 64, 64), (1e4, 8, 2000)])
-def test_llama3_factors_equal_transformers(theta: float, d_head: int, original: int, key: str) -> None:
-    scaling = {key: "llama3", "factor": 32.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0, "original_max_position_embeddings": original}
-    live = LlamaConfig(**SIZES, head_dim=d_head, rope_parameters={"rope_theta": theta} | scaling | {"rope_type": "llama3"})
+@pytest.mark.parametrize(
+    ("theta", "d_head", "original"), [(5e5, 128, 8192), (1e4, 64, 64), (1e4, 8, 2000)]
+)
+def test_llama3_factors_equal_transformers(
+    theta: float, d_head: int, original: int, key: str
+) -> None:
+    scaling = {
+        key: "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.5,
+        "high_freq_factor": 3.0,
+        "original_max_position_embeddings": original,
+    }
+    live = LlamaConfig(
+        **SIZES,
+        head_dim=d_head,
+        rope_parameters={"rope_theta": theta} | scaling | {"rope_type": "llama3"},
+    )
     theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](live, device=torch.device("cpu"))
     raw = spelled_as_in_4(live.to_dict()) | {"rope_theta": theta, "rope_scaling": scaling}
     factors = torch.tensor(ModelConfig.from_hf(raw).rope_factors)
@@ -81,7 +150,10 @@ def test_llama3_factors_equal_transformers(theta: float, d_head: int, original: 
 
 
 def raw_config(cls: type[PreTrainedConfig] = LlamaConfig, **changes: object) -> dict[str, object]:
-    return cls(**SIZES, **({"sliding_window": None} if cls is MistralConfig else {})).to_dict() | changes
+    return (
+        cls(**SIZES, **({"sliding_window": None} if cls is MistralConfig else {})).to_dict()
+        | changes
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,14 +162,29 @@ def raw_config(cls: type[PreTrainedConfig] = LlamaConfig, **changes: object) -> 
         (raw_config(model_type="gemma"), "model_type 'gemma' is not implemented"),
         (raw_config(model_type=None), "model_type None"),
         (raw_config(MistralConfig, sliding_window=4096), "sliding_window 4096 is not implemented"),
-        (raw_config(Qwen2Config, use_sliding_window=True, sliding_window=16), "sliding_window 16 is not implemented"),
-        (raw_config(Qwen3Config, layer_types=["full_attention", "sliding_attention"]), "only full attention"),
+        (
+            raw_config(Qwen2Config, use_sliding_window=True, sliding_window=16),
+            "sliding_window 16 is not implemented",
+        ),
+        (
+            raw_config(Qwen3Config, layer_types=["full_attention", "sliding_attention"]),
+            "only full attention",
+        ),
         (raw_config(layer_types=5), "layer_types"),
-        (raw_config(rope_scaling={"rope_type": "linear", "factor": 2.0}, rope_parameters=None), "rope scaling 'linear'"),
-        (raw_config(rope_scaling={"type": "dynamic", "factor": 2.0}, rope_parameters=None), "rope scaling 'dynamic'"),
+        (
+            raw_config(rope_scaling={"rope_type": "linear", "factor": 2.0}, rope_parameters=None),
+            "rope scaling 'linear'",
+        ),
+        (
+            raw_config(rope_scaling={"type": "dynamic", "factor": 2.0}, rope_parameters=None),
+            "rope scaling 'dynamic'",
+        ),
         (raw_config(**rope(1e4, rope_type="yarn", factor=2.0)), "rope scaling 'yarn'"),
         (raw_config(**rope(1e4, rope_type="llama3", factor=2.0)), "rope scaling llama3 needs"),
-        (raw_config(**rope(1e4, **LLAMA3 | {"high_freq_factor": 0.5})), "rope scaling llama3 needs"),
+        (
+            raw_config(**rope(1e4, **LLAMA3 | {"high_freq_factor": 0.5})),
+            "rope scaling llama3 needs",
+        ),
         (raw_config(**rope(1e4, **LLAMA3 | {"factor": 10**400})), "rope scaling llama3 needs"),
         (raw_config(**rope(1e4, **LLAMA3), head_dim=1 << 40), "d_head"),
         (raw_config(rope_parameters=[1]), "rope_parameters = .* must be an object"),
@@ -108,7 +195,10 @@ def raw_config(cls: type[PreTrainedConfig] = LlamaConfig, **changes: object) -> 
         (raw_config(hidden_act="gelu"), "hidden_act 'gelu'"),
         (raw_config(mlp_bias=True), "mlp_bias is not implemented"),
         (raw_config(quantization_config={"bits": 4}), "quantization_config is set"),
-        (raw_config(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification.* not implemented"),
+        (
+            raw_config(architectures=["LlamaForSequenceClassification"]),
+            "LlamaForSequenceClassification.* not implemented",
+        ),
         (raw_config(architectures="LlamaForCausalLM"), "architectures"),
         (raw_config(num_attention_heads=5, head_dim=None), "hidden_size 24 is not a multiple"),
         (raw_config(num_attention_heads=0, head_dim=None), "hidden_size 24 is not a multiple"),
@@ -136,7 +226,13 @@ def test_refusals_name_the_reason(raw: object, words: str) -> None:
         ModelConfig.from_hf(raw)
 
 
-REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)
 
 
 @pytest.mark.parametrize("key", REQUIRED)
@@ -147,10 +243,14 @@ def test_missing_sizes_are_named(key: str) -> None:
         ModelConfig.from_hf(raw)
 
 
-NUMBERS = st.integers() | st.sampled_from([0, -1, 1 << 63, 10**400, 1e308, -0.0, float("inf"), float("nan"), 5e-324])
+NUMBERS = st.integers() | st.sampled_from(
+    [0, -1, 1 << 63, 10**400, 1e308, -0.0, float("inf"), float("nan"), 5e-324]
+)
 JSON = st.recursive(
     st.none() | st.booleans() | NUMBERS | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 BASES = [raw_config(cls) for cls in (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)] + [
@@ -159,7 +259,8 @@ BASES = [raw_config(cls) for cls in (LlamaConfig, MistralConfig, Qwen2Config, Qw
 ]
 
 
-# Derandomized, here and in the other files: the same examples on every run, so that a failure is never luck.
+# Derandomized, here and in the other files: the same examples on every run, so that a failure is
+# never luck.
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.data())
 def test_from_hf_gives_a_config_or_a_value_error(data: st.DataObject) -> None:
@@ -190,6 +291,10 @@ def test_from_hf_gives_a_config_or_a_value_error(data: st.DataObject) -> None:
         (dict(rope_theta=10**400), "rope_theta is"),
         (dict(rope_factors=(1.0,)), "rope_factors has 1 entries; d_head 8 needs 4"),
         (dict(rope_factors=(1.0, 1.0, 0.0, 1.0)), "rope_factors must be positive"),
+        # Positive as Python counts, but 0 or infinite in float32: the logits would not be numbers.
+        (dict(rope_factors=(1.0, 1.0, 1e-300, 1.0)), "rope_factors must be positive"),
+        (dict(norm_eps=1e-300), "norm_eps is 1e-300"),
+        (dict(norm_eps=1e300), "norm_eps is 1e[+]300"),
     ],
 )
 def test_the_dataclass_checks_itself(change: dict[str, object], words: str) -> None:
@@ -223,6 +328,8 @@ def test_presets_have_the_published_parameter_totals(name: str, total: int) -> N
 
 
 def test_every_preset_is_listed_when_a_name_is_unknown() -> None:
-    with pytest.raises(ValueError, match=r"no preset 'gpt-5'; choose one of .*qwen3-0\.6b") as error:
+    with pytest.raises(
+        ValueError, match=r"no preset 'gpt-5'; choose one of .*qwen3-0\.6b"
+    ) as error:
         ModelConfig.preset("gpt-5")
     assert all(name in str(error.value) for name in PRESETS)

@@ -1,12 +1,12 @@
-"""`costs` against what it counts: live parameters and tensors, PyTorch's own FLOP counter, and itself."""
+"""`costs` against what it counts: live parameters, tensors, PyTorch's FLOP counter, and itself."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import lively, tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from minillm import Decoder, KVCache, ModelConfig, costs
@@ -21,18 +21,31 @@ VARIANTS = {
     "qkv bias": {"qkv_bias": True},
     "out bias": {"attn_out_bias": True},
     "qk_norm": {"qk_norm": True},
-    "everything": {"tie_embeddings": True, "qkv_bias": True, "attn_out_bias": True, "qk_norm": True, "n_kv_heads": 1},
+    "everything": {
+        "tie_embeddings": True,
+        "qkv_bias": True,
+        "attn_out_bias": True,
+        "qk_norm": True,
+        "n_kv_heads": 1,
+    },
     "wide heads": {"d_head": 20, "n_kv_heads": 4},
 }
 CONFIGS = [pytest.param(tiny_config(**changes), id=name) for name, changes in VARIANTS.items()]
 
 configs = st.builds(
-    lambda kv, group, tied, bias, qk_norm, **sizes: ModelConfig(
-        n_heads=kv * group, n_kv_heads=kv, vocab_size=101, max_seq_len=1 << 20, tie_embeddings=tied, qkv_bias=bias, qk_norm=qk_norm, **sizes
+    lambda kv, group, **others: ModelConfig(
+        n_heads=kv * group, n_kv_heads=kv, vocab_size=101, max_seq_len=1 << 20, **others
     ),
-    kv=st.integers(1, 8), group=st.integers(1, 8), tied=st.booleans(), bias=st.booleans(), qk_norm=st.booleans(),
-    n_layers=st.integers(1, 100), d_model=st.integers(1, 500), d_head=st.sampled_from([2, 64, 80, 128]), d_ff=st.integers(1, 999),
-)  # fmt: skip
+    kv=st.integers(1, 8),
+    group=st.integers(1, 8),
+    tie_embeddings=st.booleans(),
+    qkv_bias=st.booleans(),
+    qk_norm=st.booleans(),
+    n_layers=st.integers(1, 100),
+    d_model=st.integers(1, 500),
+    d_head=st.sampled_from([2, 64, 80, 128]),
+    d_ff=st.integers(1, 999),
+)
 
 
 def on_meta(config: ModelConfig) -> Decoder:
@@ -43,7 +56,10 @@ def on_meta(config: ModelConfig) -> Decoder:
 
 @torch.no_grad()
 def counted_flops(model: Decoder, n_tokens: int, cache: KVCache | None = None) -> int:
-    """What PyTorch's counter sees in one forward pass; the reference backend multiplies all T * S pairs."""
+    """What PyTorch's counter sees in one forward pass.
+
+    The reference backend multiplies all T * S pairs.
+    """
     cache = KVCache(model, 1, n_tokens, backend="reference") if cache is None else cache
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, n_tokens, dtype=torch.int64, device=model.device), cache)
@@ -53,20 +69,37 @@ def counted_flops(model: Decoder, n_tokens: int, cache: KVCache | None = None) -
 # Parameters
 
 
-@pytest.mark.parametrize("config", [*CONFIGS, *(pytest.param(PRESETS[name], id=name) for name in RUNNABLE)])
+@pytest.mark.parametrize(
+    "config", [*CONFIGS, *(pytest.param(PRESETS[name], id=name) for name in RUNNABLE)]
+)
 def test_parameters_of_live_models(config):
-    model, sources = on_meta(config), parameter_sources(config)  # the latter: which Hugging Face tensors are in a parameter
-    marks = {"norms": "norm", "attention": "self_attn", "mlp": "mlp", "embedding": "embed_tokens", "head": "lm_head"}
+    model = on_meta(config)
+    sources = parameter_sources(config)  # which Hugging Face tensors are in a parameter
+    marks = {
+        "norms": "norm",
+        "attention": "self_attn",
+        "mlp": "mlp",
+        "embedding": "embed_tokens",
+        "head": "lm_head",
+    }
     live = dict.fromkeys(costs.param_breakdown(config), 0)
     for name, p in model.named_parameters():  # tied matrices come once
-        live[next(part for part, mark in marks.items() if mark in next(iter(sources[name])))] += p.numel()
+        live[next(part for part, mark in marks.items() if mark in next(iter(sources[name])))] += (
+            p.numel()
+        )
     assert costs.param_breakdown(config) == live
-    assert costs.param_count(config) == sum(live.values()) == sum(p.numel() for p in model.parameters())
+    assert (
+        costs.param_count(config)
+        == sum(live.values())
+        == sum(p.numel() for p in model.parameters())
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "published"),
-    [  # the sum over the tensors of each model's published checkpoint; GPT-3's, which is not public, by hand
+    # The sum over the tensors of each model's published checkpoint; GPT-3's, which is not public,
+    # by hand.
+    [
         ("opt-13b", 12_853_473_280),
         ("llama-2-7b", 6_738_415_616),
         ("llama-2-70b", 68_976_648_192),
@@ -88,7 +121,10 @@ def test_breakdown_sums_to_the_count(config):
     assert sum(parts.values()) == costs.param_count(config)
     assert min(parts.values()) >= 0 and (parts["head"] == 0) == config.tie_embeddings
     untied = costs.param_count(replace(config, tie_embeddings=False))
-    assert untied - costs.param_count(config) == config.tie_embeddings * config.vocab_size * config.d_model
+    assert (
+        untied - costs.param_count(config)
+        == config.tie_embeddings * config.vocab_size * config.d_model
+    )
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -107,18 +143,27 @@ def test_weight_bytes_of_live_models(config, dtype):
     model = on_meta(config).to(dtype)
     total = sum(p.nbytes for p in model.parameters())
     assert costs.weight_bytes(config, dtype) == costs.weight_bytes(config, str(dtype)) == total
-    assert costs.weight_read_bytes(config, dtype) == total - (0 if config.tie_embeddings else model.embed.weight.nbytes)
+    assert costs.weight_read_bytes(config, dtype) == total - (
+        0 if config.tie_embeddings else model.embed.weight.nbytes
+    )
 
 
 def test_learned_positions_are_stored_but_not_read():
     opt = ModelConfig.preset("opt-13b")
-    assert costs.weight_bytes(opt, "float16") - costs.weight_read_bytes(opt, "float16") == 2050 * 5120 * 2
+    assert (
+        costs.weight_bytes(opt, "float16") - costs.weight_read_bytes(opt, "float16")
+        == 2050 * 5120 * 2
+    )
 
 
 def test_narrow_weights():
     config = tiny_config(vocab_size=96, n_layers=1, d_model=9)
     assert costs.param_count(config) % 2 == 1
-    assert costs.weight_bytes(config, "int8") == costs.weight_bytes(config, "fp8") == costs.param_count(config)
+    assert (
+        costs.weight_bytes(config, "int8")
+        == costs.weight_bytes(config, "fp8")
+        == costs.param_count(config)
+    )
     assert costs.weight_bytes(config, "int4") == (costs.param_count(config) + 1) // 2  # whole bytes
 
 
@@ -139,7 +184,12 @@ def test_bytes_are_exact_where_floats_are_not():
     assert costs.kv_cache_bytes(config, n, n, "int4") == 2 * n**2
 
 
-@given(configs, st.integers(1, 5000), st.integers(0, 10**12), st.sampled_from(["float32", "bf16", "int8", "int4"]))
+@given(
+    configs,
+    st.integers(1, 5000),
+    st.integers(0, 10**12),
+    st.sampled_from(["float32", "bf16", "int8", "int4"]),
+)
 @settings(deadline=None, max_examples=100)
 def test_max_batch_size_is_the_largest_that_fits(config, seq_len, memory, dtype):
     k = costs.max_batch_size(config, seq_len, memory, dtype)
@@ -151,7 +201,11 @@ def test_max_batch_size_is_the_largest_that_fits(config, seq_len, memory, dtype)
 def test_max_batch_size_at_the_edge():
     config = tiny_config()
     two = costs.weight_bytes(config, "fp16") + costs.kv_cache_bytes(config, 2, 64, "fp16")
-    assert [costs.max_batch_size(config, 64, two + extra, "fp16") for extra in (-1, 0, 1)] == [1, 2, 2]
+    assert [costs.max_batch_size(config, 64, two + extra, "fp16") for extra in (-1, 0, 1)] == [
+        1,
+        2,
+        2,
+    ]
     assert costs.max_batch_size(config, 64, costs.weight_bytes(config, "fp16") - 1, "fp16") == 0
 
 
@@ -168,7 +222,14 @@ def test_max_batch_size_at_the_edge():
         (2, 3, 5, "fp16", 2, 2 * (2 * 2 * 5 + 2 * 3 * 5) + 4 * 2),
         (2, 3, 5, "fp32", 128, 4 * (2 * 2 * 5 + 2 * 3 * 5) + 4 * 2),
         (1024, 1024, 64, "fp16", 128, 2 * (2 * 1024 * 64 + 8 * 2 * 1024 * 64) + 4096),
-        (1025, 1024, 64, "fp16", 128, 2 * (2 * 1025 * 64 + 9 * 2 * 1024 * 64) + 4100),  # one query more, one tile more
+        (
+            1025,
+            1024,
+            64,
+            "fp16",
+            128,
+            2 * (2 * 1025 * 64 + 9 * 2 * 1024 * 64) + 4100,
+        ),  # one query more, one tile more
         (0, 7, 64, "fp16", 128, 0),
     ],
 )
@@ -176,17 +237,28 @@ def test_attention_bytes_by_hand(T, S, D, dtype, block, expected):
     assert costs.attention_bytes(T, S, D, dtype, block=block) == expected
 
 
-@given(st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([16, 64, 128]), st.integers(1, 512))
+@given(
+    st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([16, 64, 128]), st.integers(1, 512)
+)
 def test_attention_bytes_by_the_algorithm(T, S, D, block):
     """Tile after tile; and larger tiles never move more."""
-    moved = sum(4 * (2 * min(block, T - t0) * D + 2 * S * D) + 4 * min(block, T - t0) for t0 in range(0, T, block))
+    moved = sum(
+        4 * (2 * min(block, T - t0) * D + 2 * S * D) + 4 * min(block, T - t0)
+        for t0 in range(0, T, block)
+    )
     assert costs.attention_bytes(T, S, D, "fp32", block=block) == moved
     assert costs.attention_bytes(T, S, D, "fp32", block=block + 1) <= moved
 
 
 def test_attention_bytes_of_long_sequences():
-    """Both grow with the square; tiles of M/d rows move d²/M times as much as the matrix of scores, up to the constant."""
-    plain, tiled = ([costs.attention_bytes(n, n, 64, "fp16", block=block) for n in (1 << 18, 1 << 19)] for block in (None, 128))
+    """Both grow with the square.
+
+    Tiles of M/d rows move d²/M times as much as the matrix of scores, up to the constant.
+    """
+    plain, tiled = (
+        [costs.attention_bytes(n, n, 64, "fp16", block=block) for n in (1 << 18, 1 << 19)]
+        for block in (None, 128)
+    )
     assert plain[1] / plain[0] == pytest.approx(4, rel=1e-3)
     assert tiled[1] / tiled[0] == pytest.approx(4, rel=1e-3)
     assert plain[0] / tiled[0] == pytest.approx(4 / (2 * 64 / 128), rel=2e-2)
@@ -195,10 +267,12 @@ def test_attention_bytes_of_long_sequences():
 # FLOPs
 
 
-@pytest.mark.parametrize("n", [2, 17])  # from 2: PV with a single value is no matrix product, and the counter skips it
+# From 2: PV with a single value is no matrix product, and the counter skips it.
+@pytest.mark.parametrize("n", [2, 17])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_prefill_flops_against_the_counter(config, n):
-    masked = costs.attention_flops(config, n * n - n * (n + 1) // 2)  # the counter's pairs above the diagonal
+    # The counter also sees the pairs above the diagonal.
+    masked = costs.attention_flops(config, n * n - n * (n + 1) // 2)
     assert counted_flops(on_meta(config), n) == costs.prefill_flops(config, n) + masked
 
 
@@ -211,8 +285,9 @@ def test_decode_flops_of_presets_against_the_counter(name):
         assert counted_flops(model, 1, cache) == costs.decode_flops(model.config, context)
 
 
-def test_the_counter_agrees_on_memory_that_exists(tiny):
-    assert counted_flops(tiny, 5) == counted_flops(on_meta(tiny.config), 5)
+def test_the_counter_agrees_on_memory_that_exists():
+    model = lively()
+    assert counted_flops(model, 5) == counted_flops(on_meta(model.config), 5)
 
 
 @torch.no_grad()
@@ -222,7 +297,10 @@ def test_last_logits_only_against_the_counter():
     with FlopCounterMode(display=False) as counter:
         model.head(model.hidden(torch.zeros(1, n, dtype=torch.int64, device="meta"), cache)[:, -1:])
     masked = costs.attention_flops(model.config, n * (n - 1) // 2)
-    assert counter.get_total_flops() == costs.prefill_flops(model.config, n, last_logits_only=True) + masked
+    assert (
+        counter.get_total_flops()
+        == costs.prefill_flops(model.config, n, last_logits_only=True) + masked
+    )
 
 
 @given(configs, st.integers(0, 60))
@@ -238,13 +316,17 @@ def test_prefill_is_the_sum_of_decode_steps(config, n):
 @settings(deadline=None, max_examples=100)
 def test_costs_grow_with_tokens_batch_and_context(config, n, more, batch):
     assert costs.prefill_flops(config, n) < costs.prefill_flops(config, n + more)
-    assert costs.prefill_flops(config, n, last_logits_only=True) < costs.prefill_flops(config, n + more, last_logits_only=True)
+    assert costs.prefill_flops(config, n, last_logits_only=True) < costs.prefill_flops(
+        config, n + more, last_logits_only=True
+    )
     assert costs.decode_flops(config, n) < costs.decode_flops(config, n + more)
     for of in (costs.kv_cache_bytes, costs.kv_cache_read_bytes, costs.decode_bytes):
         assert of(config, batch, n, "fp16") < of(config, batch, n + more, "fp16")
         assert of(config, batch, n, "fp16") < of(config, batch + more, n, "fp16")
         assert of(config, batch, n, "fp16") < of(config, batch, n, "fp32")
-    assert costs.decode_intensity(config, batch, n, "fp16") < costs.decode_intensity(config, batch + more, n, "fp16")
+    assert costs.decode_intensity(config, batch, n, "fp16") < costs.decode_intensity(
+        config, batch + more, n, "fp16"
+    )
 
 
 @given(configs)
@@ -258,19 +340,27 @@ def test_layers_add_up(config):
         lambda c: costs.prefill_flops(c, 100),
         lambda c: costs.decode_flops(c, 100),
     ):
-        at = {n: cost(replace(config, n_layers=n)) for n in (1, 2, config.n_layers, 2 * config.n_layers)}
+        at = {
+            n: cost(replace(config, n_layers=n))
+            for n in (1, 2, config.n_layers, 2 * config.n_layers)
+        }
         assert at[2 * config.n_layers] - at[config.n_layers] == config.n_layers * (at[2] - at[1])
 
 
 def test_intensities():
     config = ModelConfig.preset("llama-2-7b")
-    # Without a context to speak of, a step is 2 FLOPs a parameter, and each parameter is 2 bytes: B FLOPs per byte.
+    # Without a context to speak of, a step is 2 FLOPs a parameter, and each parameter is 2 bytes:
+    # B FLOPs per byte.
     for batch in (1, 8, 64):
         assert costs.decode_intensity(config, batch, 1, "fp16") == pytest.approx(batch, rel=0.01)
     assert costs.prefill_intensity(config, 64, "fp16") == pytest.approx(64, rel=0.05)
-    assert costs.prefill_intensity(config, 1, "fp16") == pytest.approx(costs.decode_intensity(config, 1, 1, "fp16"))
+    assert costs.prefill_intensity(config, 1, "fp16") == pytest.approx(
+        costs.decode_intensity(config, 1, 1, "fp16")
+    )
     step, moved = costs.decode_flops(config, 777), costs.decode_bytes(config, 5, 777, "fp16")
-    assert moved == costs.weight_read_bytes(config, "fp16") + costs.kv_cache_bytes(config, 5, 777, "fp16")
+    assert moved == costs.weight_read_bytes(config, "fp16") + costs.kv_cache_bytes(
+        config, 5, 777, "fp16"
+    )
     assert costs.decode_intensity(config, 5, 777, "fp16") == pytest.approx(5 * step / moved)
 
 

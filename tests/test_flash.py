@@ -1,4 +1,7 @@
-"""FlashAttention in plain torch: tiles of any size give the formula's output and gradients, and move the bytes that costs predict."""
+"""FlashAttention in plain torch.
+
+Tiles of any size give the formula's output and gradients, and move the bytes that costs predict.
+"""
 
 import math
 
@@ -6,36 +9,54 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from plain_attention import check_gradients, check_output, double, formula, formula_gradients, inputs, log_sum_exp
-from test_attention import oracle
+from plain_attention import (
+    check_gradients,
+    check_output,
+    double,
+    formula,
+    formula_gradients,
+    inputs,
+    log_sum_exp,
+    oracle,
+)
 from torch import Tensor
 
 from minillm import costs
 from minillm.attention import attention
-from minillm.flash import FlashAttention, Traffic, _tiled_backward, _tiled_forward, rows_contiguous, tiled_attention
+from minillm.flash import (
+    FlashAttention,
+    Traffic,
+    _tiled_backward,
+    _tiled_forward,
+    tiled_attention,
+)
+from minillm.kernels import rows_contiguous
 
 
 @st.composite
 def shapes(draw: st.DrawFn) -> dict[str, int | bool]:
-    """T and S with or without a causal mask, heads in groups, and tiles smaller and larger than the matrix."""
+    """T and S with or without a causal mask, heads in groups, tiles smaller and larger."""
     causal = draw(st.booleans())
     T = draw(st.integers(1, 40))
     S = T + draw(st.integers(0, 30)) if causal else draw(st.integers(1, 60))
     K = draw(st.integers(1, 3))
     return dict(
-        T=T, S=S, H=K * draw(st.integers(1, 3)), K=K, D=draw(st.sampled_from([1, 3, 8, 16])), B=draw(st.integers(1, 2)),
-        causal=causal, block_t=draw(st.integers(1, 50)), block_s=draw(st.integers(1, 70)), seed=draw(st.integers(0, 99)),
+        T=T, S=S, H=K * draw(st.integers(1, 3)), K=K, D=draw(st.sampled_from([1, 3, 8, 16])),
+        B=draw(st.integers(1, 2)), causal=causal, block_t=draw(st.integers(1, 50)),
+        block_s=draw(st.integers(1, 70)), seed=draw(st.integers(0, 99)),
     )  # fmt: skip
 
 
 def drawn(shape: dict[str, int | bool]) -> tuple[Tensor, ...]:
-    return inputs(*(shape[name] for name in ("T", "S", "H", "K", "D")), B=shape["B"], seed=shape["seed"])
+    sizes = (shape[name] for name in ("T", "S", "H", "K", "D"))
+    return inputs(*sizes, B=shape["B"], seed=shape["seed"])
 
 
 def test_the_formula_is_the_oracle():
     for T, S, causal in ((5, 5, True), (3, 8, True), (6, 4, False)):
         q, k, v, _ = double(*inputs(T, S, 6, 2, 8))
-        torch.testing.assert_close(formula(q, k, v, causal, 0.4), oracle(q, k, v, causal, 0.4), atol=1e-13, rtol=1e-12)
+        actual, expected = (f(q, k, v, causal, 0.4) for f in (formula, oracle))
+        torch.testing.assert_close(actual, expected, atol=1e-13, rtol=1e-12)
 
 
 # Forward
@@ -61,7 +82,8 @@ def test_half_precision_forward_and_backward(dtype, causal):
     for seed in range(3):
         q, k, v, grad = inputs(70, 90, 4, 2, 32, dtype=dtype, seed=seed)
         check_output(lambda *xs: FlashAttention.apply(*xs, "tiled"), q, k, v, causal)
-        check_gradients(tiled_gradients(q, k, v, grad, causal, 32**-0.5), q, k, v, grad, causal, 32**-0.5)
+        problem = (q, k, v, grad, causal, 32**-0.5)
+        check_gradients(tiled_gradients(*problem), *problem)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -70,22 +92,29 @@ def test_log_sum_exp(causal):
         q, k, v, _ = inputs(20, 33, 6, 2, 8)
         _, lse = _tiled_forward(q, k, v, causal, 0.4, 6, block_s, Traffic())
         assert lse.shape == (2, 6, 20) and lse.dtype == torch.float32
-        torch.testing.assert_close(lse.double(), log_sum_exp(q, k, causal, 0.4), atol=2e-6, rtol=1e-6)
+        exact = log_sum_exp(q, k, causal, 0.4)
+        torch.testing.assert_close(lse.double(), exact, atol=2e-6, rtol=1e-6)
 
 
 def test_a_row_whose_largest_score_comes_last():
-    """Every tile brings a larger maximum, and without rescaling the first ones would weigh e^100 times too much."""
+    """Every tile brings a larger maximum.
+
+    Without rescaling the first ones would weigh e^100 times too much.
+    """
     k = torch.arange(0.0, 100, 5).reshape(1, 20, 1, 1).expand(1, 20, 1, 4)
     q, v = torch.full((1, 1, 1, 4), 1.0), torch.randn(1, 20, 1, 4)
     for block_s in (1, 3, 20):
         out = tiled_attention(q, k, v, causal=False, scale=0.25, block_s=block_s)
-        torch.testing.assert_close(out.double(), formula(*double(q, k, v), False, 0.25), atol=1e-6, rtol=1e-5)
+        exact = formula(*double(q, k, v), False, 0.25)
+        torch.testing.assert_close(out.double(), exact, atol=1e-6, rtol=1e-5)
 
 
 # Backward
 
 
-def tiled_gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
+def tiled_gradients(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     return torch.autograd.grad(FlashAttention.apply(*leaves, causal, scale, "tiled"), leaves, grad)
 
@@ -96,14 +125,18 @@ def test_any_tiles_give_the_gradients(shape, scale):
     q, k, v, grad = drawn(shape)
     causal = shape["causal"]
     out, lse = _tiled_forward(q, k, v, causal, scale, 64, 64, Traffic())
-    gradients = _tiled_backward(grad, q, k, v, out, lse, causal, scale, shape["block_t"], shape["block_s"])
+    gradients = _tiled_backward(
+        grad, q, k, v, out, lse, causal, scale, shape["block_t"], shape["block_s"]
+    )
     exact = formula_gradients(*double(q, k, v, grad), causal, scale)
     for x, actual, expected in zip((q, k, v), gradients, exact, strict=True):
         assert actual.shape == x.shape and actual.dtype == x.dtype
         torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize(("T", "S", "H", "K"), [(1, 1, 1, 1), (3, 100, 4, 2), (130, 130, 3, 1), (65, 130, 2, 2)])
+@pytest.mark.parametrize(
+    ("T", "S", "H", "K"), [(1, 1, 1, 1), (3, 100, 4, 2), (130, 130, 3, 1), (65, 130, 2, 2)]
+)
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_autograd_function(T, S, H, K, causal):
     q, k, v, grad = inputs(T, S, H, K, 8)
@@ -116,20 +149,27 @@ def test_the_autograd_function(T, S, H, K, causal):
 
 
 def test_strided_inputs_and_gradients():
-    """As the model has them: q, k, v parts of one projection, and an output that is transposed and summed."""
+    """As the model has them: q, k, v parts of a projection, an output transposed and summed."""
     projected = torch.randn(2, 9, 6 + 2 * 2, 8, dtype=torch.float64)
     grads = []
     for backend in ("tiled", "double"):
         leaf = (projected if backend == "double" else projected.float()).clone().requires_grad_()
         q, k, v = leaf.split((6, 2, 2), dim=2)
-        out = formula(q, k, v, True, 0.3) if backend == "double" else attention(q, k, v, scale=0.3, backend="tiled")
-        out.transpose(1, 2).sum(0).sum(-1).square().sum().backward()  # its gradient comes back expanded
+        if backend == "double":
+            out = formula(q, k, v, True, 0.3)
+        else:
+            out = attention(q, k, v, scale=0.3, backend="tiled")
+        out = out.transpose(1, 2).sum(0).sum(-1)  # its gradient comes back expanded
+        out.square().sum().backward()
         grads.append(leaf.grad.double())
     torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-5)
 
 
 def test_finite_differences():
-    """Each gradient against (f(x + h) - f(x - h)) / 2h; the arithmetic is float32, so h is large and the bound is h² and rounding."""
+    """Each gradient against (f(x + h) - f(x - h)) / 2h.
+
+    The arithmetic is float32, so h is large, and the bound is h² and rounding.
+    """
     q, k, v, grad = inputs(3, 4, 2, 1, 3, B=1)
     gradients = tiled_gradients(q, k, v, grad, True, 0.6)
     for position, gradient in enumerate(gradients):
@@ -158,12 +198,14 @@ def test_what_is_kept_for_the_backward_pass():
         assert sum(kept.values()) == q.nbytes + k.nbytes + v.nbytes + out.nbytes + 4 * 2 * 4 * T
         kept.clear()
         attention(q, k, v, backend="reference")
-        assert sum(kept.values()) > 4 * 2 * 4 * T * S  # at least one matrix, or the count here counts nothing
+        # At least one matrix, or the count here counts nothing.
+        assert sum(kept.values()) > 4 * 2 * 4 * T * S
 
 
 def test_twice_differentiable_is_refused():
     q, k, v, _ = (x.requires_grad_() for x in inputs(3, 3, 2, 1, 4))
-    (dq,) = torch.autograd.grad(attention(q, k, v, backend="tiled").square().sum(), q, create_graph=True)
+    loss = attention(q, k, v, backend="tiled").square().sum()
+    (dq,) = torch.autograd.grad(loss, q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dq.sum().backward()
 
@@ -178,7 +220,9 @@ def test_traffic_is_what_costs_predict(shape, dtype):
     blocks, traffic = {name: shape[name] for name in ("block_t", "block_s")}, Traffic()
     tiled_attention(q, k, v, causal=False, traffic=traffic, **blocks)
     heads = shape["B"] * shape["H"]
-    assert traffic.total == heads * costs.attention_bytes(shape["T"], shape["S"], shape["D"], dtype, block=shape["block_t"])
+    assert traffic.total == heads * costs.attention_bytes(
+        shape["T"], shape["S"], shape["D"], dtype, block=shape["block_t"]
+    )
     assert traffic.stored == q.nbytes + 4 * heads * shape["T"]
 
 
@@ -216,7 +260,8 @@ def test_traffic_adds_up():
     tiled_attention(q, k, v, traffic=once)
     for _ in range(2):
         tiled_attention(q, k, v, traffic=twice)
-    assert (twice.loaded, twice.stored, twice.total) == (2 * once.loaded, 2 * once.stored, 2 * once.total)
+    for count in ("loaded", "stored", "total"):
+        assert getattr(twice, count) == 2 * getattr(once, count)
 
 
 # Refusals
@@ -224,10 +269,19 @@ def test_traffic_adds_up():
 
 @pytest.mark.parametrize(
     ("stride", "copied"),
-    [((96, 24, 8, 1), False), ((96, 8, 32, 1), False), ((96, 24, 8, 2), True), ((1, 1, 2**30 - 1, 1), False), ((1, 1, 2**30, 1), True)],
+    [
+        ((96, 24, 8, 1), False),
+        ((96, 8, 32, 1), False),
+        ((96, 24, 8, 2), True),
+        ((1, 1, 2**30 - 1, 1), False),
+        ((1, 1, 2**30, 1), True),
+    ],
 )
 def test_what_the_kernels_cannot_read_is_copied(stride, copied):
-    """They count in 32 bits from head to head, of which there are 2 here, and need neighbours in the last dimension."""
+    """They count in 32 bits from head to head, of which there are 2 here.
+
+    The numbers of one head must be neighbours.
+    """
     x = torch.empty_strided((2, 4, 2, 8), stride, device="meta")
     assert (rows_contiguous(x) is not x) == copied
     assert rows_contiguous(x).stride(-1) == 1
@@ -237,5 +291,6 @@ def test_what_the_kernels_cannot_read_is_copied(stride, copied):
 @pytest.mark.parametrize("name", ["block_t", "block_s"])
 def test_bad_blocks_are_refused(name, bad):
     q, k, v, _ = inputs(3, 3, 2, 1, 4)
-    with pytest.raises(ValueError, match=f"{name} is {bad!r}; it must be a whole number, 1 or more"):
+    message = f"{name} is {bad!r}; it must be a whole number, 1 or more"
+    with pytest.raises(ValueError, match=message):
         tiled_attention(q, k, v, **{name: bad})

@@ -1,4 +1,4 @@
-"""Allocation in one piece against an array of slots searched by hand; and the simulation's accounts."""
+"""Allocation in one piece against an array of slots searched by hand; the simulation's accounts."""
 
 import random
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from minillm.fragmentation import POLICIES, Buddy, FirstFit, Sample, simulate
-from minillm.metrics import AZURE_OUTPUT, AZURE_PROMPT, draw_length
+from minillm.workload import AZURE_OUTPUT, AZURE_PROMPT, draw_length
 
 
 class Slots(RuleBasedStateMachine):
@@ -52,7 +52,10 @@ class FirstFitMachine(Slots):
 
     def expected(self, length: int) -> int | None:
         """The first place with so many free slots."""
-        return next((start for start in range(len(self.slots) - length + 1) if self.is_free(start, length)), None)
+        return next(
+            (start for start in range(len(self.slots) - length + 1) if self.is_free(start, length)),
+            None,
+        )
 
     @invariant()
     def gaps_are_whole(self):
@@ -80,7 +83,11 @@ class BuddyMachine(Slots):
             for start in range(0, len(self.slots) - n + 1, n):
                 whole = self.is_free(start, n)
                 pair = start ^ n  # were its buddy free, too, the two would be one
-                merged = max(pair, start) + n <= len(self.slots) and self.is_free(pair, n) and self.aligned(min(start, pair), 2 * n)
+                merged = (
+                    max(pair, start) + n <= len(self.slots)
+                    and self.is_free(pair, n)
+                    and self.aligned(min(start, pair), 2 * n)
+                )
                 if whole and self.aligned(start, n) and not merged:
                     return start
         return None
@@ -134,7 +141,9 @@ def test_the_accounts_of_any_trace(trace, policy, n_slots, block_size):
         if policy == "max":
             assert s.used + s.reserved + s.internal == s.running * 40
         if policy == "buddy":
-            assert s.used + s.reserved + s.internal >= s.used + s.reserved > s.internal, "less than half of a power of two is empty"
+            assert s.used + s.reserved + s.internal >= s.used + s.reserved > s.internal, (
+                "less than half of a power of two is empty"
+            )
         assert not s.external or s.waiting
     assert samples[-1].waiting == 0
     assert max(output for _, output in trace) <= len(samples) <= produced
@@ -155,11 +164,25 @@ def test_one_request_step_by_step():
 
 
 def test_fragments():
-    """Of three of 8 in 24 slots the first and the last end: 16 are free, and one of 12 does not fit between them."""
+    """Of three of 8 in 24 slots the first and the last end.
+
+    16 are free, and one of 12 does not fit between them.
+    """
     trace = [(7, 1), (4, 4), (7, 1), (11, 1)]
     samples = simulate(trace, "oracle", n_slots=24, max_len=12, block_size=4)
-    assert [(s.external, s.free, s.running) for s in samples] == [(0, 0, 3), (16, 0, 1), (16, 0, 1), (16, 0, 1), (0, 12, 1)]
-    assert [s.running for s in simulate(trace, "paged", n_slots=24, max_len=12, block_size=4)] == [3, 2, 1, 1]
+    assert [(s.external, s.free, s.running) for s in samples] == [
+        (0, 0, 3),
+        (16, 0, 1),
+        (16, 0, 1),
+        (16, 0, 1),
+        (0, 12, 1),
+    ]
+    assert [s.running for s in simulate(trace, "paged", n_slots=24, max_len=12, block_size=4)] == [
+        3,
+        2,
+        1,
+        1,
+    ]
 
 
 def test_n_steps():
@@ -172,14 +195,19 @@ def azure(n: int) -> list[tuple[int, int]]:
 
 
 def test_reserving_the_maximum_wastes_most_and_paging_next_to_nothing():
-    """The claim is 20 to 38% used before paging. Conversations of Azure's lengths in pieces for 4096 + 1024 or 8192 tokens."""
+    """The claim is 20 to 38% used before paging.
+
+    Conversations of Azure's lengths in pieces for 4096 + 1024 or 8192 tokens.
+    """
     trace = azure(300)
 
     def used(policy: str, max_len: int) -> float:
         samples = simulate(trace, policy, n_slots=16 * 8192, max_len=max_len, n_steps=300)
         return sum(s.used for s in samples) / (len(samples) * 16 * 8192)
 
-    shares = {(policy, max_len): used(policy, max_len) for max_len in (5120, 8192) for policy in POLICIES}
+    shares = {
+        (policy, max_len): used(policy, max_len) for max_len in (5120, 8192) for policy in POLICIES
+    }
     assert 0.19 < shares["max", 8192] < shares["max", 5120] < 0.38
     for max_len in (5120, 8192):
         of = {policy: shares[policy, max_len] for policy in POLICIES}
@@ -194,15 +222,28 @@ def test_reserving_the_maximum_wastes_most_and_paging_next_to_nothing():
     ("changes", "message"),
     [
         ({"policy": "best"}, "policy is 'best'; choose one of max, oracle, buddy, paged"),
-        ({"trace": [(0, 4)]}, r"A request of 0 \+ 4 tokens; both must be 1 or more, and their sum at most max_len, 16"),
+        (
+            {"trace": [(0, 4)]},
+            r"A request of 0 \+ 4 tokens; both must be 1 or more, and their sum at most max_len, "
+            "16",
+        ),
         ({"trace": [(4, 4), (4, 0)]}, r"A request of 4 \+ 0 tokens"),
         ({"trace": [(13, 4)]}, r"A request of 13 \+ 4 tokens"),
-        ({"n_slots": 15}, "A pool of 15 slots can't hold a sequence of 16 tokens; policy max needs 16"),
+        (
+            {"n_slots": 15},
+            "A pool of 15 slots can't hold a sequence of 16 tokens; policy max needs 16",
+        ),
         ({"n_slots": 31, "max_len": 17, "policy": "buddy"}, "policy buddy needs 32"),
         ({"n_slots": 17, "max_len": 17, "policy": "paged"}, "policy paged needs 20"),
     ],
 )
 def test_refusals(changes, message):
-    arguments = {"trace": [(4, 4)], "policy": "max", "n_slots": 16, "max_len": 16, "block_size": 4} | changes
+    arguments = {
+        "trace": [(4, 4)],
+        "policy": "max",
+        "n_slots": 16,
+        "max_len": 16,
+        "block_size": 4,
+    } | changes
     with pytest.raises(ValueError, match=message):
         simulate(arguments.pop("trace"), arguments.pop("policy"), **arguments)

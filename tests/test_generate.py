@@ -6,22 +6,37 @@ from functools import cache, partial
 import numpy as np
 import pytest
 import torch
-from conftest import BACKEND_PARAMETERS, tiny_config
+from models import lively
+from tiers import BACKEND_PARAMETERS
 
 from minillm import Decoder, Engine, EngineConfig, KVCache, Sampling, Tokenizer, prepack
 from minillm.attention import BACKENDS
+from minillm.cache import NoCache
 from minillm.generate import decode, generate, prefill
-from minillm.kv_cache import NoCache
 from minillm.paged import BACKENDS as PAGED_BACKENDS
 
 
-def served(model: Decoder, ids: list[int], n: int, *, sampling: Sampling | None = None, case: str = "", **options: object) -> list[int]:
+def served(
+    model: Decoder,
+    ids: list[int],
+    n: int,
+    *,
+    sampling: Sampling | None = None,
+    case: str = "",
+    **options: object,
+) -> list[int]:
     """By the engine: alone, or with what `case` says."""
     most = len(ids) + n - 1
     if case == "preempted":  # the pool holds little more than one of three
         options |= {"n_blocks": -(-most // 2) + 2, "max_seqs": 3, "prefix_caching": False}
-    engine = Engine(model, EngineConfig(**({"n_blocks": 200, "block_size": 2, "max_seqs": 3} | options)))
-    others = [(ids[::-1], n + 3), ([7] * 11, 5), (ids[: len(ids) // 2 + 1], 9)] if case == "with strangers" else []
+    engine = Engine(
+        model, EngineConfig(**({"n_blocks": 200, "block_size": 2, "max_seqs": 3} | options))
+    )
+    others = (
+        [(ids[::-1], n + 3), ([7] * 11, 5), (ids[: len(ids) // 2 + 1], 9)]
+        if case == "with strangers"
+        else []
+    )
     others = [([*ids, 1][-len(ids) :], n)] * 2 if case == "preempted" else others
     for prompt, length in others:
         engine.submit(prompt, length, sampling=sampling)
@@ -38,16 +53,27 @@ def served(model: Decoder, ids: list[int], n: int, *, sampling: Sampling | None 
 
 # Every technique that must not change a token: a name and how it continues `ids` by `n` tokens. New ones add a line.
 TECHNIQUES: dict[str, Callable[[Decoder, list[int], int], list[int]]] = {
-    **{f"no cache, {backend}": partial(generate, use_cache=False, backend=backend) for backend in BACKENDS},
+    **{
+        f"no cache, {backend}": partial(generate, use_cache=False, backend=backend)
+        for backend in BACKENDS
+    },
     **{f"KV cache, {backend}": partial(generate, backend=backend) for backend in BACKENDS},
     **{f"paged, {backend}": partial(served, backend=backend) for backend in PAGED_BACKENDS},
-    **{f"paged, {case}": partial(served, case=case) for case in ("seen before", "with strangers", "preempted")},
+    **{
+        f"paged, {case}": partial(served, case=case)
+        for case in ("seen before", "with strangers", "preempted")
+    },
     "paged, in chunks": partial(served, max_batch_tokens=3, block_size=16),
     "static batch": partial(served, case="with strangers", policy="static"),
-    "prepacked": lambda model, ids, n, **options: served(prepack(model), ids, n, case="with strangers", **options),
+    "prepacked": lambda model, ids, n, **options: served(
+        prepack(model), ids, n, case="with strangers", **options
+    ),
 }
 # Those of the Triton kernels run in the interpreter here, and answer with a few tokens.
-TECHNIQUE_PARAMETERS = [pytest.param(name, marks=pytest.mark.interpret) if "triton" in name else name for name in TECHNIQUES]
+TECHNIQUE_PARAMETERS = [
+    pytest.param(name, marks=pytest.mark.interpret) if "triton" in name else name
+    for name in TECHNIQUES
+]
 techniques = pytest.mark.parametrize("technique", TECHNIQUE_PARAMETERS)
 MODELS = {
     "GQA": {},
@@ -59,15 +85,6 @@ MODELS = {
     "one layer": {"n_layers": 1, "n_heads": 3, "n_kv_heads": 3, "d_head": 4},
 }
 PROMPTS = ("The three laws of robotics are", "def fibonacci(n):\n    ")
-
-
-def lively(seed: int = 0, **changes: object) -> Decoder:
-    """A tiny model with weights so large that its answers wander through the vocabulary."""
-    torch.manual_seed(seed)
-    model = Decoder(tiny_config(**changes)).eval().requires_grad_(False)
-    for p in model.parameters():
-        p += 0.2 * torch.randn_like(p)
-    return model
 
 
 @torch.inference_mode()
@@ -127,7 +144,7 @@ class Forgetful(KVCache):
 
     def attend(self, layer, q, k, v):
         if self.bug == "stale" and self.length:
-            k = self.k[layer][:, self.length - 1 : self.length]
+            k = self.rows.k[layer][:, self.length - 1 : self.length]
         return super().attend(layer, q, k, v)
 
 
@@ -138,7 +155,13 @@ def test_the_matrix_finds_bugs(changes, bug):
     cache, answer = Forgetful(bug, model), []
     with torch.inference_mode():
         while len(answer) < 30:
-            answer.append(int((decode(model, answer[-1], cache) if answer else prefill(model, ids, cache)).argmax()))
+            answer.append(
+                int(
+                    (
+                        decode(model, answer[-1], cache) if answer else prefill(model, ids, cache)
+                    ).argmax()
+                )
+            )
     assert answer != by_hand(model, ids, 30)
 
 
@@ -157,7 +180,12 @@ def test_decode_after_prefill_gives_the_logits_of_the_full_forward(model, backen
 
 @torch.inference_mode()
 def test_prefill_without_a_cache(model):
-    torch.testing.assert_close(prefill(model, [1, 2, 3], NoCache()), model(torch.tensor([[1, 2, 3]]))[0, -1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        prefill(model, [1, 2, 3], NoCache()),
+        model(torch.tensor([[1, 2, 3]]))[0, -1],
+        atol=1e-5,
+        rtol=1e-5,
+    )
 
 
 # The loop
@@ -168,7 +196,10 @@ def test_stop_ids_end_the_answer_and_belong_to_it(model, use_cache):
     free = generate(model, [5, 90, 3], 30, use_cache=use_cache)
     for stop in ([free[0]], [free[9], free[4]], {free[29]}):
         first = next(i for i, token in enumerate(free) if token in stop)
-        assert generate(model, [5, 90, 3], 30, stop_ids=iter(stop), use_cache=use_cache) == free[: first + 1]
+        assert (
+            generate(model, [5, 90, 3], 30, stop_ids=iter(stop), use_cache=use_cache)
+            == free[: first + 1]
+        )
     never = set(range(97)) - set(free)
     assert generate(model, [5, 90, 3], 30, stop_ids=never, use_cache=use_cache) == free
 
@@ -185,7 +216,12 @@ def test_on_token_is_told_each_token_once_and_in_order(model, use_cache):
     answer = generate(model, [5, 90, 3], 20, on_token=told.append, use_cache=use_cache)
     assert told == answer and len(answer) == 20
     told.clear()
-    assert generate(model, [5, 90, 3], 20, on_token=told.append, stop_ids={answer[3]}, use_cache=use_cache) == told
+    assert (
+        generate(
+            model, [5, 90, 3], 20, on_token=told.append, stop_ids={answer[3]}, use_cache=use_cache
+        )
+        == told
+    )
     assert told[-1] == answer[3]
 
 
@@ -204,12 +240,24 @@ def test_on_token_hears_of_a_token_before_the_next_is_computed(model):
 
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_nothing_asked_for(model, use_cache):
-    assert generate(model, [5], 0, use_cache=use_cache, on_token=lambda token: pytest.fail("no token was asked for")) == []
+    assert (
+        generate(
+            model,
+            [5],
+            0,
+            use_cache=use_cache,
+            on_token=lambda token: pytest.fail("no token was asked for"),
+        )
+        == []
+    )
 
 
 def test_a_longer_answer_begins_with_the_shorter(model):
     assert generate(model, [5, 90, 3], 20)[:7] == generate(model, [5, 90, 3], 7)
-    assert generate(model, [5, 90, 3, *generate(model, [5, 90, 3], 7)], 13) == generate(model, [5, 90, 3], 20)[7:]
+    assert (
+        generate(model, [5, 90, 3, *generate(model, [5, 90, 3], 7)], 13)
+        == generate(model, [5, 90, 3], 20)[7:]
+    )
 
 
 def test_sequences_of_all_kinds_are_prompts(model):
@@ -228,7 +276,9 @@ def test_the_prompt_is_not_changed(model):
 def test_up_to_the_last_position():
     model = lively(max_seq_len=16)
     for use_cache in (True, False):
-        assert generate(model, [5, 90, 3], 13, use_cache=use_cache) == by_hand(model, [5, 90, 3], 13)
+        assert generate(model, [5, 90, 3], 13, use_cache=use_cache) == by_hand(
+            model, [5, 90, 3], 13
+        )
         assert len(generate(model, [7] * 15, 1, use_cache=use_cache)) == 1
 
 
@@ -237,22 +287,40 @@ def test_up_to_the_last_position():
 
 @techniques
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.7}, {"top_k": 10}, {"top_p": 0.9}, {"temperature": 2.0, "top_k": 40, "top_p": 0.95}], ids=str
+    "options",
+    [
+        {},
+        {"temperature": 0.7},
+        {"top_k": 10},
+        {"top_p": 0.9},
+        {"temperature": 2.0, "top_k": 40, "top_p": 0.95},
+    ],
+    ids=str,
 )
 def test_the_seed_decides_not_the_cache(model, options, technique):
     n = 5 if "triton" in technique else 20
-    answers = {seed: generate(model, [5, 90, 3], n, sampling=Sampling(**options, seed=seed)) for seed in range(2)}
+    answers = {
+        seed: generate(model, [5, 90, 3], n, sampling=Sampling(**options, seed=seed))
+        for seed in range(2)
+    }
     assert len({tuple(answer) for answer in answers.values()}) == 2
     for seed, answer in answers.items():
-        assert TECHNIQUES[technique](model, [5, 90, 3], n, sampling=Sampling(**options, seed=seed)) == answer
+        assert (
+            TECHNIQUES[technique](model, [5, 90, 3], n, sampling=Sampling(**options, seed=seed))
+            == answer
+        )
 
 
 def test_without_a_seed_answers_differ(model):
-    assert generate(model, [5], 30, sampling=Sampling(2.0)) != generate(model, [5], 30, sampling=Sampling(2.0))
+    assert generate(model, [5], 30, sampling=Sampling(2.0)) != generate(
+        model, [5], 30, sampling=Sampling(2.0)
+    )
 
 
 def test_temperature_zero_is_greedy(model):
-    assert generate(model, [5, 90, 3], 20, sampling=Sampling(0, seed=1)) == generate(model, [5, 90, 3], 20)
+    assert generate(model, [5, 90, 3], 20, sampling=Sampling(0, seed=1)) == generate(
+        model, [5, 90, 3], 20
+    )
 
 
 # Refusals
@@ -262,7 +330,12 @@ def test_temperature_zero_is_greedy(model):
 @pytest.mark.parametrize(
     ("ids", "n", "error", "message"),
     [
-        ("Hello", 5, TypeError, r"prompt_ids is a string; encode it first: tokenizer\.encode\(text\)"),
+        (
+            "Hello",
+            5,
+            TypeError,
+            r"prompt_ids is a string; encode it first: tokenizer\.encode\(text\)",
+        ),
         (b"Hello", 5, TypeError, "prompt_ids is a string"),
         ([], 5, ValueError, "prompt_ids is empty; give at least one token"),
         ([1, 97], 5, ValueError, "prompt_ids holds 97; ids must be from 0 to 96"),
@@ -277,14 +350,25 @@ def test_temperature_zero_is_greedy(model):
         ([1], 5.0, ValueError, r"max_new_tokens is 5\.0"),
         ([1], True, ValueError, "max_new_tokens is True"),
         ([1], None, ValueError, "max_new_tokens is None"),
-        ([1] * 10, 247, ValueError, "10 prompt tokens and 247 new ones exceed the 256 positions of custom; ask for fewer"),
+        (
+            [1] * 10,
+            247,
+            ValueError,
+            "10 prompt tokens and 247 new ones exceed the 256 positions of custom; ask for fewer",
+        ),
         ([1] * 257, 0, ValueError, "257 prompt tokens and 0 new ones exceed the 256 positions"),
     ],
     ids=str,
 )
 def test_refused_requests(model, ids, n, error, message, use_cache):
     with pytest.raises(error, match=message):
-        generate(model, ids, n, use_cache=use_cache, on_token=lambda token: pytest.fail("refused too late"))
+        generate(
+            model,
+            ids,
+            n,
+            use_cache=use_cache,
+            on_token=lambda token: pytest.fail("refused too late"),
+        )
 
 
 @pytest.mark.parametrize("n", [0, 5])
@@ -293,5 +377,7 @@ def test_refused_options(model, use_cache, n):
     with pytest.raises(ValueError, match=f"backend is 'fast'; choose one of {', '.join(BACKENDS)}"):
         generate(model, [1], n, backend="fast", use_cache=use_cache)
     for sampling in (0.7, {"temperature": 1.0}, Sampling):
-        with pytest.raises(TypeError, match=r"sampling is .*; give a minillm\.Sampling, or None for greedy"):
+        with pytest.raises(
+            TypeError, match=r"sampling is .*; give a minillm\.Sampling, or None for greedy"
+        ):
             generate(model, [1], n, sampling=sampling, use_cache=use_cache)

@@ -1,20 +1,39 @@
-"""On a CUDA device: the same tokens as on the CPU, and the kernels by flash-attn's criterion, in bfloat16 too."""
+"""On a CUDA device: the same tokens as on the CPU, and the kernels by flash-attn's criterion.
+
+In bfloat16 too, which the interpreter cannot compute.
+"""
 
 import pytest
 import torch
-from plain_attention import at_most_twice, check_gradients, check_output, double, formula, inputs, log_sum_exp
-from test_kernels import DIMS, FEWER_KEYS, MORE_KEYS, SAME, cases, check_far, grid
+from plain_attention import (
+    at_most_twice,
+    check_gradients,
+    check_output,
+    double,
+    formula,
+    inputs,
+    log_sum_exp,
+)
 from torch import Tensor
 
 import minillm
 from minillm import KVCache, generate
 from minillm.attention import BACKENDS, attention
+
+pytest.importorskip("triton", reason="needs the package triton, which exists for Linux")
+from kernel_cases import DIMS, FEWER_KEYS, MORE_KEYS, SAME, cases, check_far, grid
+
 from minillm.kernels.flash_decode import flash_decode
 from minillm.kernels.flash_forward import flash_forward
 
 DEVICE, LONGEST = "cuda", 16384
 LOW = (torch.bfloat16, torch.float16)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none here")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none here"
+    ),
+]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -23,7 +42,8 @@ def test_the_default_checkpoint_gives_the_cpus_tokens(default, backend, use_cach
     model, tokenizer = default
     on_gpu, _ = minillm.load(device="cuda", dtype="float32")
     ids = tokenizer.encode("The three laws of robotics are")
-    assert generate(on_gpu, ids, 24, backend=backend, use_cache=use_cache) == generate(model, ids, 24)
+    tokens = generate(on_gpu, ids, 24, backend=backend, use_cache=use_cache)
+    assert tokens == generate(model, ids, 24)
 
 
 def test_auto_is_bfloat16_on_the_gpu(default):
@@ -32,7 +52,8 @@ def test_auto_is_bfloat16_on_the_gpu(default):
     assert (on_gpu.device.type, on_gpu.dtype) == ("cuda", torch.bfloat16)
     ids = torch.tensor([tokenizer.encode("The capital of France is")])
     with torch.inference_mode():
-        exact, rounded = model(ids)[0, -1], on_gpu(ids.cuda(), KVCache(on_gpu, 1, 16))[0, -1].float().cpu()
+        exact = model(ids)[0, -1]
+        rounded = on_gpu(ids.cuda(), KVCache(on_gpu, 1, 16))[0, -1].float().cpu()
     assert exact.argmax() == rounded.argmax()
     assert (exact - rounded).abs().max() < 0.05 * exact.abs().max()
 
@@ -42,14 +63,20 @@ def test_auto_is_bfloat16_on_the_gpu(default):
 @pytest.mark.parametrize(("T", "S"), [(1, 513), (64, 64), (113, 203)])
 def test_attention_in_low_precision(backend, dtype, T, S):
     q, k, v, _ = inputs(T, S, 8, 2, 64, dtype=dtype, device=DEVICE)
-    check_output(lambda q, k, v, causal, scale: attention(q, k, v, causal=causal, scale=scale, backend=backend), q, k, v, True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        return attention(q, k, v, causal=causal, scale=scale, backend=backend)
+
+    check_output(attend, q, k, v, True)
 
 
 def triton(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     return attention(q, k, v, causal=causal, scale=scale, backend="triton")
 
 
-def gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     return torch.autograd.grad(triton(*leaves, causal, scale), leaves, grad)
 
@@ -59,8 +86,10 @@ def test_forward(T, S, H, K, D, dtype, causal):
     """In float32 the plain product is exact, not TF32, so that a TF32 in the kernel would show."""
     q, k, v, _ = inputs(T, S, H, K, D, dtype=dtype, device=DEVICE)
     out, lse = flash_forward(q, k, v, causal, D**-0.5)
-    at_most_twice("output", out, formula(q, k, v, causal, D**-0.5), formula(*double(q, k, v), causal, D**-0.5))
-    torch.testing.assert_close(lse.double(), log_sum_exp(q, k, causal, D**-0.5), atol=1e-5, rtol=1e-6)
+    plain, exact = (formula(*xs, causal, D**-0.5) for xs in ((q, k, v), double(q, k, v)))
+    at_most_twice("output", out, plain, exact)
+    exact = log_sum_exp(q, k, causal, D**-0.5)
+    torch.testing.assert_close(lse.double(), exact, atol=1e-5, rtol=1e-6)
 
 
 @cases(grid([*SAME, *MORE_KEYS, *FEWER_KEYS], DIMS, (*LOW, torch.float32)))
@@ -82,7 +111,7 @@ def test_decode(T, H, K, D, dtype):
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize(("T", "S"), [(1024, 1024), (1500, 2111)])
 def test_lengths_that_are_tuned(T, S, D, dtype):
-    """From 1024 queries on every listed configuration is run and timed; the one that is kept must be right."""
+    """From 1024 queries on every listed configuration is run and timed; the kept one is right."""
     q, k, v, grad = inputs(T, S, 4, 2, D, B=1, dtype=dtype, device=DEVICE)
     check_output(triton, q, k, v, True)
     check_gradients(gradients(q, k, v, grad, True, D**-0.5), q, k, v, grad, True, D**-0.5)
@@ -91,13 +120,17 @@ def test_lengths_that_are_tuned(T, S, D, dtype):
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("D", [64, 128])
 def test_long_sequences(D, dtype):
-    """16,384 tokens. The formula computes the last 128 queries alone, and the gradient comes from them alone."""
+    """16,384 tokens.
+
+    The formula computes the last 128 queries alone, and the gradient comes from them alone.
+    """
     q, k, v, grad = inputs(LONGEST, LONGEST, 4, 2, D, B=1, dtype=dtype, device=DEVICE)
     scale, last = D**-0.5, slice(LONGEST - 128, None)
     few = q[:, last], k, v
     exact, plain = formula(*double(*few), True, scale), formula(*few, True, scale)
     at_most_twice("output", triton(q, k, v, True, scale)[:, last], plain, exact)
-    at_most_twice("decode", flash_decode(q[:, -1:], k, v, True, scale), plain[:, -1:], exact[:, -1:])
+    decoded = flash_decode(q[:, -1:], k, v, True, scale)
+    at_most_twice("decode", decoded, plain[:, -1:], exact[:, -1:])
     grad[:, : LONGEST - 128] = 0
     dq, dk, dv = gradients(q, k, v, grad, True, scale)
     assert (dq[:, : LONGEST - 128] == 0).all()
@@ -122,7 +155,8 @@ def test_two_runs_give_equal_bits(T, dtype):
 def test_huge_scores():
     q, k, v, _ = inputs(12, 70, 4, 2, 16, device=DEVICE)
     for kernel in (flash_decode, lambda *xs: flash_forward(*xs)[0]):
-        torch.testing.assert_close(kernel(1e4 * q, 1e4 * k, torch.ones_like(v), True, 1.0), torch.ones_like(q), atol=1e-6, rtol=0)
+        ones = kernel(1e4 * q, 1e4 * k, torch.ones_like(v), True, 1.0)
+        torch.testing.assert_close(ones, torch.ones_like(q), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("T", [1, 100])
@@ -130,7 +164,8 @@ def test_auto_is_triton_where_the_kernels_take_the_input(T):
     q, k, v, _ = inputs(T, 100, 4, 2, 64, dtype=torch.bfloat16, device=DEVICE)
     assert torch.equal(attention(q, k, v), attention(q, k, v, backend="triton"))
     wide = inputs(T, 100, 4, 2, 264, dtype=torch.bfloat16, device=DEVICE)[:3]
-    for others, scale in ((wide, 0.1), (double(q, k, v), 0.1), ((q, k, v), -0.1)):  # what they don't take
+    not_taken = ((wide, 0.1), (double(q, k, v), 0.1), ((q, k, v), -0.1))
+    for others, scale in not_taken:
         expected = attention(*others, scale=scale, backend="reference")
         torch.testing.assert_close(attention(*others, scale=scale), expected, atol=2e-2, rtol=2e-2)
 

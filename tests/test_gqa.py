@@ -1,16 +1,17 @@
-"""Merging key/value heads: each new head is what the method says of the old ones, and nothing else of the model changes."""
+"""Merging key/value heads: each new head is what the method says, and nothing else changes."""
 
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import tiny_config
+from models import tiny_config
 from torch import Tensor
 
-from minillm import Decoder, KVCache, costs, generate, merge_kv_heads
+from minillm import Decoder, KVCache, costs, generate, merge_kv_heads, prepack
 from minillm.generate import decode, prefill
-from minillm.gqa import METHODS, next_token_loss, uptrain
+from minillm.gqa import METHODS
+from minillm.training import next_token_loss, uptrain
 
 VARIANTS = {
     "plain": {},
@@ -25,18 +26,26 @@ variants = pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def lively(**changes: object) -> Decoder:
     """8 query heads on 4 key/value heads, biases and norms included in what is random."""
     torch.manual_seed(0)
-    model = Decoder(tiny_config(**({"n_heads": 8, "n_kv_heads": 4} | changes))).eval().requires_grad_(False)
+    model = (
+        Decoder(tiny_config(**({"n_heads": 8, "n_kv_heads": 4} | changes)))
+        .eval()
+        .requires_grad_(False)
+    )
     for p in model.parameters():
         p += 0.2 * torch.randn_like(p)
     return model
 
 
 def heads(model: Decoder, layer: int, name: str) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The rows of q, k, v of each head, one by one, of the fused projection's parameter of that name."""
+    """The rows of q, k and v of each head, from the fused projection's parameter of that name."""
     c, rows = model.config, getattr(model.layers[layer].qkv, name).detach()
     each = [rows[i * c.d_head : (i + 1) * c.d_head] for i in range(c.n_heads + 2 * c.n_kv_heads)]
     assert len(rows) == len(each) * c.d_head
-    return each[: c.n_heads], each[c.n_heads : c.n_heads + c.n_kv_heads], each[c.n_heads + c.n_kv_heads :]
+    return (
+        each[: c.n_heads],
+        each[c.n_heads : c.n_heads + c.n_kv_heads],
+        each[c.n_heads + c.n_kv_heads :],
+    )
 
 
 def parameters(model: Decoder) -> dict[str, Tensor]:
@@ -90,7 +99,9 @@ def test_nothing_else_changes(changes, method):
 
 def test_random_heads_differ_from_each_other_and_from_run_to_run():
     model = lively()
-    first, second = (heads(merge_kv_heads(model, 2, method="random"), 0, "weight") for _ in range(2))
+    first, second = (
+        heads(merge_kv_heads(model, 2, method="random"), 0, "weight") for _ in range(2)
+    )
     _, k, v = first
     assert len({tuple(x.flatten().tolist()) for x in (*k, *v, *second[1], *second[2])}) == 8
     assert torch.cat(k).std() == pytest.approx(0.02, rel=0.3)
@@ -125,7 +136,10 @@ def test_dtype_mode_and_gradients_are_kept(dtype, training, learned):
 def test_the_mean_in_half_precision_is_rounded_once():
     model = lively().bfloat16()
     exact = merge_kv_heads(lively().bfloat16().double().float(), 1).bfloat16()
-    assert all(torch.equal(a, b) for a, b in zip(merge_kv_heads(model, 1).parameters(), exact.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(merge_kv_heads(model, 1).parameters(), exact.parameters(), strict=True)
+    )
 
 
 def test_the_device_is_kept():
@@ -158,7 +172,7 @@ def test_as_many_heads_as_before_in_float64():
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("method", ["mean", "first"])
 def test_heads_that_are_copies_merge_without_a_trace(changes, n, method):
-    """All heads of a group equal: their mean is each of them, bit for bit, since the groups are of 2 and 4."""
+    """All heads of a group equal: their mean is each of them, bit for bit, in groups of 2 and 4."""
     model = lively(**changes)
     for layer in range(model.config.n_layers):
         for name, _ in model.layers[layer].qkv.named_parameters():
@@ -168,7 +182,11 @@ def test_heads_that_are_copies_merge_without_a_trace(changes, n, method):
     merged, ids = merge_kv_heads(model, n, method=method), [5, 90, 3, 3, 41, 8, 13]
     tokens = torch.tensor([ids])
     torch.testing.assert_close(merged(tokens), model(tokens), atol=1e-5, rtol=1e-5)
-    assert generate(merged, ids, 20) == generate(model, ids, 20) == generate(merged, ids, 20, use_cache=False, backend="reference")
+    assert (
+        generate(merged, ids, 20)
+        == generate(model, ids, 20)
+        == generate(merged, ids, 20, use_cache=False, backend="reference")
+    )
 
 
 def test_other_heads_leave_a_trace():
@@ -197,18 +215,27 @@ def test_merged_models_run_through_a_cache(n):
     merged, ids = merge_kv_heads(lively(), n), [5, 90, 3, 3, 41, 8, 13]
     cache = KVCache(merged, 1, 7)
     logits = [prefill(merged, ids[:4], cache)] + [decode(merged, i, cache) for i in ids[4:]]
-    torch.testing.assert_close(torch.stack(logits), merged(torch.tensor([ids]))[0, 3:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        torch.stack(logits), merged(torch.tensor([ids]))[0, 3:], atol=1e-5, rtol=1e-5
+    )
 
 
 def test_the_default_checkpoint_with_one_head(default):
-    """Three heads become one: another model, worse, but whole. Its answer is the same with and without a cache."""
+    """Three heads become one: another model, worse, but whole.
+
+    Its answer is the same with and without a cache.
+    """
     model, tokenizer = default
     merged, ids = merge_kv_heads(model, 1), tokenizer.encode("The three laws of robotics are")
     assert merged.config.n_kv_heads == 1 and model.config.n_kv_heads == 3
     assert KVCache(merged, 1, 64).nbytes * 3 == KVCache(model, 1, 64).nbytes
     answer = generate(merged, ids, 4)
-    assert len(answer) == 4 and answer == generate(merged, ids, 4, use_cache=False, backend="reference")
-    tokens = torch.tensor([tokenizer.encode("The capital of France is Paris. The capital of Italy is Rome.")])
+    assert len(answer) == 4 and answer == generate(
+        merged, ids, 4, use_cache=False, backend="reference"
+    )
+    tokens = torch.tensor(
+        [tokenizer.encode("The capital of France is Paris. The capital of Italy is Rome.")]
+    )
     with torch.inference_mode():
         assert next_token_loss(merged, tokens) > next_token_loss(model, tokens) + 0.5
 
@@ -218,7 +245,11 @@ def test_the_default_checkpoint_with_one_head(default):
 
 @pytest.mark.parametrize("bad", [3, 8, 0, -1, True, 2.0, "2", None])
 def test_refused_numbers(bad):
-    with pytest.raises(ValueError, match=rf"n_kv_heads is {bad!r}; custom has 4 key/value heads, which can be merged into 1 or 2 or 4\."):
+    with pytest.raises(
+        ValueError,
+        match=rf"n_kv_heads is {bad!r}; custom has 4 key/value heads, which can be merged into "
+        r"1 or 2 or 4\.",
+    ):
         merge_kv_heads(lively(), bad)
 
 
@@ -226,6 +257,13 @@ def test_refused_numbers(bad):
 def test_refused_methods(bad):
     with pytest.raises(ValueError, match=f"method is {bad!r}; choose one of mean, first, random"):
         merge_kv_heads(lively(), 2, method=bad)
+
+
+def test_a_prepacked_model_is_refused():
+    """The packed copies would go on multiplying with the old heads."""
+    model = prepack(lively())
+    with pytest.raises(ValueError, match="are PrepackedLinear, not plain Linear; merge the heads"):
+        merge_kv_heads(model, 1)
 
 
 # Training
@@ -244,7 +282,9 @@ def test_next_token_loss_by_hand():
 def test_the_loss_of_a_model_that_knows_nothing():
     model = lively()
     model.head.weight.zero_()
-    assert next_token_loss(model, torch.randint(97, (2, 9))).item() == pytest.approx(math.log(97), rel=1e-6)
+    assert next_token_loss(model, torch.randint(97, (2, 9))).item() == pytest.approx(
+        math.log(97), rel=1e-6
+    )
 
 
 def test_one_token_has_no_next():
@@ -256,7 +296,9 @@ def test_the_loss_is_float32_in_half_precision():
     model, tokens = lively().bfloat16(), torch.randint(97, (2, 9))
     loss = next_token_loss(model, tokens)
     assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(F.cross_entropy(model(tokens)[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten()).item())
+    assert loss.item() == pytest.approx(
+        F.cross_entropy(model(tokens)[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten()).item()
+    )
 
 
 def counting(n: int, batch_size: int = 8, length: int = 12) -> list[Tensor]:
@@ -298,7 +340,10 @@ def test_uptraining_trains_everything_and_restores_what_is_learned():
 
 
 def test_a_bad_batch_leaves_the_model_as_it_was_learned():
-    """A batch that can't be computed raises; what is learned, and that no gradients are left, is as after a good end."""
+    """A batch that can't be computed raises.
+
+    What is learned, and that no gradients are left, is as after a good end.
+    """
     model = lively()
     model.norm.requires_grad_(True)
     with pytest.raises(IndexError):

@@ -2,14 +2,16 @@
 
 import pytest
 import torch
-from conftest import BACKEND_PARAMETERS, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import lively, tiny_config
+from tiers import BACKEND_PARAMETERS
 from torch import Tensor
 
-from minillm import Decoder, KVCache
+from minillm import Decoder, Engine, EngineConfig, KVCache, generate
 from minillm.attention import BACKENDS, attention
-from minillm.kv_cache import NoCache
+from minillm.cache import NoCache
+from minillm.kv_cache import Rows
 
 
 def lively(**changes: object) -> Decoder:
@@ -29,7 +31,9 @@ def ids(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def feed(cache: object, tokens: Tensor, chunks: list[int] | None = None, model: Decoder = MODEL) -> Tensor:
+def feed(
+    cache: object, tokens: Tensor, chunks: list[int] | None = None, model: Decoder = MODEL
+) -> Tensor:
     """Logits (B, T, V) of `tokens` fed in chunks of the given sizes, the last of which takes what is left."""
     parts = tokens.split(chunks or [1] * tokens.shape[1], dim=1)
     return torch.cat([model(part, cache) for part in parts], dim=1)
@@ -45,7 +49,12 @@ def close(actual: Tensor, expected: Tensor) -> None:
 HERE = [backend for backend in BACKENDS if backend != "triton"]
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 3), st.sampled_from(HERE), st.integers(0, 99))
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    st.integers(1, 3),
+    st.sampled_from(HERE),
+    st.integers(0, 99),
+)
 @settings(deadline=None, max_examples=60)
 def test_any_chunks_give_the_full_forward(chunks, batch_size, backend, seed):
     tokens = ids(batch_size, sum(chunks), seed=seed)
@@ -55,11 +64,16 @@ def test_any_chunks_give_the_full_forward(chunks, batch_size, backend, seed):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("chunks", [[1], [9, 1, 1, 1], [1] * 6, [2, 17, 1, 30, 3], [33, 8, 16, 17]], ids=str)
+@pytest.mark.parametrize(
+    "chunks", [[1], [9, 1, 1, 1], [1] * 6, [2, 17, 1, 30, 3], [33, 8, 16, 17]], ids=str
+)
 def test_chunks_through_the_triton_kernels(chunks):
     """Two query heads a key/value head: chunks of at most 16 tokens are the decode kernel's, longer ones the forward kernel's."""
     for batch_size in (1, 3):
-        tokens, cache = ids(batch_size, sum(chunks)), KVCache(MODEL, batch_size, sum(chunks) + 5, backend="triton")
+        tokens, cache = (
+            ids(batch_size, sum(chunks)),
+            KVCache(MODEL, batch_size, sum(chunks) + 5, backend="triton"),
+        )
         close(feed(cache, tokens, chunks), MODEL(tokens))
         assert cache.length == sum(chunks)
 
@@ -67,12 +81,21 @@ def test_chunks_through_the_triton_kernels(chunks):
 @pytest.mark.parametrize("backend", BACKEND_PARAMETERS)
 @pytest.mark.parametrize(
     "changes",
-    [{"n_kv_heads": 4}, {"n_kv_heads": 1}, {"qk_norm": True}, {"qkv_bias": True, "attn_out_bias": True}, {"n_layers": 1}],
+    [
+        {"n_kv_heads": 4},
+        {"n_kv_heads": 1},
+        {"qk_norm": True},
+        {"qkv_bias": True, "attn_out_bias": True},
+        {"n_layers": 1},
+    ],
     ids=str,
 )
 def test_every_family(changes, backend):
     model, tokens = lively(**changes), ids(2, 20)
-    close(feed(KVCache(model, 2, 20, backend=backend), tokens, [7, 1, 1, 5, 6], model), model(tokens, NoCache(backend)))
+    close(
+        feed(KVCache(model, 2, 20, backend=backend), tokens, [7, 1, 1, 5, 6], model),
+        model(tokens, NoCache(backend)),
+    )
 
 
 def test_the_logits_depend_on_the_whole_past():
@@ -146,7 +169,9 @@ def test_no_query_needs_to_be_cached():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("changes", [{}, {"n_kv_heads": 4}, {"n_kv_heads": 1, "d_head": 20, "n_layers": 3}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"n_kv_heads": 4}, {"n_kv_heads": 1, "d_head": 20, "n_layers": 3}], ids=str
+)
 def test_nbytes_holds_keys_and_values_only(changes, dtype):
     model = Decoder(tiny_config(**changes)).to(dtype)
     c, cache = model.config, KVCache(model, 3, 50)
@@ -191,7 +216,10 @@ def still_works(cache: KVCache, tokens: Tensor, n_fed: int) -> None:
 def test_overflow_is_refused_before_anything_is_written():
     tokens, cache = ids(1, 8), KVCache(MODEL, 1, 8)
     feed(cache, tokens[:, :5])
-    with pytest.raises(ValueError, match=r"holds 5 of at most 8 tokens; 4 more don't fit\. Make it with a larger max_len"):
+    with pytest.raises(
+        ValueError,
+        match=r"holds 5 of at most 8 tokens; 4 more don't fit\. Make it with a larger max_len",
+    ):
         MODEL(ids(1, 4, seed=1), cache)
     still_works(cache, tokens, 5)
     with pytest.raises(ValueError, match="holds 8 of at most 8 tokens; 1 more"):
@@ -202,7 +230,9 @@ def test_overflow_is_refused_before_anything_is_written():
 def test_another_batch_size_is_refused(batch_size):
     tokens, cache = ids(2, 8), KVCache(MODEL, 2, 8)
     feed(cache, tokens[:, :3])
-    with pytest.raises(ValueError, match=f"a batch of {batch_size}; this cache was made for a batch of 2"):
+    with pytest.raises(
+        ValueError, match=f"a batch of {batch_size}; this cache was made for a batch of 2"
+    ):
         MODEL(ids(batch_size, 2, seed=1), cache)
     still_works(cache, tokens, 3)
 
@@ -227,7 +257,9 @@ def test_bad_tokens_are_refused(bad, message):
 def test_bad_rewinds_are_refused(n):
     tokens, cache = ids(1, 8), KVCache(MODEL, 1, 8)
     feed(cache, tokens[:, :3])
-    with pytest.raises(ValueError, match=f"rewind by {n!r} tokens; the cache holds 3, so give 0 to 3"):
+    with pytest.raises(
+        ValueError, match=f"rewind by {n!r} tokens; the cache holds 3, so give 0 to 3"
+    ):
         cache.rewind(n)
     still_works(cache, tokens, 3)
 
@@ -243,11 +275,15 @@ def test_bad_sizes_are_refused(bad):
 def test_the_position_limit():
     model = lively(max_seq_len=16)
     tokens = ids(1, 17)
-    with pytest.raises(ValueError, match="max_len is 17; custom was trained for at most 16 positions"):
+    with pytest.raises(
+        ValueError, match="max_len is 17; custom was trained for at most 16 positions"
+    ):
         KVCache(model, 1, 17)
     cache = KVCache(model, 1, 16)
     close(feed(cache, tokens[:, :16], [9, 7], model), model(tokens[:, :16]))
-    with pytest.raises(ValueError, match="17 positions are asked for; custom was trained for at most 16"):
+    with pytest.raises(
+        ValueError, match="17 positions are asked for; custom was trained for at most 16"
+    ):
         model(tokens)
     cache = ListCache()  # a cache without a limit of its own
     feed(cache, tokens[:, :16], [16], model)
@@ -264,5 +300,85 @@ def test_unknown_backends_are_refused():
 
 def test_a_cache_of_another_model_is_refused(tiny):
     other = Decoder(tiny_config(n_kv_heads=1))
-    with pytest.raises(ValueError, match="made for another model"):
+    with pytest.raises(
+        ValueError, match="The cache was made for 2 layers of 1 key/value heads of 8 dimensions in"
+    ):
         tiny(torch.tensor([[1, 2]]), KVCache(other, 1, 8))
+
+
+@pytest.mark.parametrize("changes", [{"n_layers": 3}, {"d_head": 16}, {"n_kv_heads": 4}], ids=str)
+def test_depth_and_dtype_must_fit_too(tiny, changes):
+    for other in (Decoder(tiny_config(**changes)), Decoder(tiny_config()).bfloat16()):
+        cache = KVCache(other, 1, 8)
+        with pytest.raises(ValueError, match="custom has 2 layers of 2 key/value heads of 8 dim"):
+            tiny(torch.tensor([[1, 2]]), cache)
+        assert cache.length == 0 and not cache.rows.k.any()
+
+
+# Rows stored otherwise
+
+
+class HalfRows(Rows):
+    """Keeps bfloat16 under a float32 model: what is written and read is all that differs."""
+
+    def __init__(self, model, shape):
+        super().__init__(model, shape)
+        self.layers = [(k.bfloat16(), v.bfloat16()) for k, v in self.layers]
+
+    def write(self, layer, at, k, v):
+        super().write(layer, at, k.bfloat16(), v.bfloat16())
+
+    def read(self, layer, at):
+        return tuple(x.float() for x in super().read(layer, at))
+
+    def copy(self, source, target):
+        for pair in self.layers:
+            for x in pair:
+                x[target] = x[source]
+
+
+class RoundedCache(NoCache):
+    """The same by another way: every key and value rounded to bfloat16, nothing kept."""
+
+    def attend(self, layer, q, k, v):
+        return super().attend(layer, q, k.bfloat16().float(), v.bfloat16().float())
+
+
+@torch.inference_mode()
+def rounded_answer(model: Decoder, ids: list[int], n: int) -> list[int]:
+    ids = list(ids)
+    for _ in range(n):
+        logits = model(torch.tensor([ids]), RoundedCache("reference"))[0, -1]
+        ids.append(int(logits.argmax()))
+    return ids[-n:]
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_other_rows_in_generate_and_in_the_engine(backend):
+    model = lively(n_layers=3)
+    prompts = [[5, 90, 3, 3, 41, 8, 13][: 3 + i] * (1 + i) for i in range(4)]
+    right = [rounded_answer(model, prompt, 20) for prompt in prompts]
+    tokens = torch.tensor([prompts[3]])
+    with torch.inference_mode():
+        rounded, exact = model(tokens, RoundedCache()), model(tokens)
+        cache = KVCache(model, 1, 50, rows=HalfRows, backend=backend)
+        torch.testing.assert_close(model(tokens, cache), rounded, atol=1e-5, rtol=1e-5)
+    assert cache.rows.layers[0][0].dtype == torch.bfloat16
+    assert (rounded - exact).abs().max() > 1e-3, "the rounding shows"
+    for prompt, expected in zip(prompts, right, strict=True):
+        cache = KVCache(model, 1, len(prompt) + 20, rows=HalfRows, backend=backend)
+        assert generate(model, prompt, 20, cache=cache) == expected
+        cache.rewind(19)  # of the last token nothing was ever computed
+        assert generate(model, right_end(expected), 19, cache=cache) == expected[1:]
+    # Few blocks and small steps: chunks, preemption, shared prefixes, copies on write.
+    for options in ({"n_blocks": 100}, {"n_blocks": 14, "max_batch_tokens": 9, "max_seqs": 4}):
+        config = EngineConfig(block_size=4, backend=backend, **options)
+        engine = Engine(model, config, rows=HalfRows)
+        ids = [i for p in prompts for i in engine.submit_samples(p, 20, [None, None])]
+        out = engine.run()
+        assert [out[i].tokens for i in ids] == [answer for answer in right for _ in range(2)]
+
+
+def right_end(answer: list[int]) -> list[int]:
+    """What is fed again after rewinding to the first token of an answer."""
+    return answer[:1]

@@ -1,4 +1,7 @@
-"""The notebooks as documents: executed in order, exercises that nbgrader understands, cells that can be read."""
+"""The notebooks as documents.
+
+Executed in order, exercises that nbgrader understands, cells that can be read.
+"""
 
 import json
 from pathlib import Path
@@ -63,7 +66,7 @@ def test_headings_follow_the_rhythm(cells):
 
 
 def test_something_is_compared_with_its_recorded_output(cells):
-    """At least one deterministic cell that nbval must find unchanged, and never one with a clock in it."""
+    """At least one cell that nbval must find unchanged, and never one with a clock in it."""
     checked = [source(c) for c in code(cells) if source(c).startswith("# NBVAL_CHECK_OUTPUT")]
     assert checked
     assert not any("perf_counter" in s or "seconds_per_call" in s for s in checked)

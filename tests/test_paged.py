@@ -5,15 +5,17 @@ from itertools import chain
 
 import pytest
 import torch
-from conftest import INTERPRETED, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from models import tiny_config
 from pool import Memory, check_pool
+from tiers import INTERPRETED
 from torch import Tensor
 
 from minillm import BlockAllocator, Decoder, OutOfBlocks, PagedKVCache
-from minillm.paged import BACKENDS, BlockManager, BlockTable, PagedBatch
+from minillm.blocks import BlockManager, BlockTable
+from minillm.paged import BACKENDS, PagedBatch
 
 interpret = pytest.mark.interpret
 HERE = [pytest.param(name, marks=interpret) if name == "triton" else name for name in BACKENDS]
@@ -32,7 +34,9 @@ class Allocator(RuleBasedStateMachine):
     @rule()
     def allocate(self):
         if 0 not in self.counts.values():
-            with pytest.raises(OutOfBlocks, match=rf"All {len(self.counts)} blocks are in use; free some"):
+            with pytest.raises(
+                OutOfBlocks, match=rf"All {len(self.counts)} blocks are in use; free some"
+            ):
                 self.allocator.allocate()
             return
         block = self.allocator.allocate()
@@ -43,10 +47,15 @@ class Allocator(RuleBasedStateMachine):
     def share_or_free(self, block, change):
         method = self.allocator.share if change == 1 else self.allocator.free
         if block not in self.counts:
-            with pytest.raises(ValueError, match=rf"no block {block}; blocks are numbered from 0 to {len(self.counts) - 1}"):
+            with pytest.raises(
+                ValueError,
+                match=rf"no block {block}; blocks are numbered from 0 to {len(self.counts) - 1}",
+            ):
                 method(block)
         elif not self.counts[block]:
-            with pytest.raises(ValueError, match=f"Block {block} is free already; it was freed more often than"):
+            with pytest.raises(
+                ValueError, match=f"Block {block} is free already; it was freed more often than"
+            ):
                 method(block)
         else:
             assert method(block) == (block if change == 1 else None)
@@ -67,7 +76,9 @@ def test_foreign_ids_are_refused(block):
     allocator = BlockAllocator(2)
     allocator.allocate(), allocator.allocate()
     for method in (allocator.free, allocator.share):
-        with pytest.raises(ValueError, match=r"There is no block .*; blocks are numbered from 0 to 1"):
+        with pytest.raises(
+            ValueError, match=r"There is no block .*; blocks are numbered from 0 to 1"
+        ):
             method(block)
     assert [allocator.holders(b) for b in (0, 1)] == [1, 1]
 
@@ -120,19 +131,27 @@ class Manager(RuleBasedStateMachine):
     """Sequences that start, grow, fork, are remembered and end, with their tokens in a simulated memory."""
 
     @initialize(
-        n_blocks=st.integers(1, 9), block_size=st.sampled_from([1, 2, 3, 4]), caching=st.booleans(), token=st.sampled_from([int, Colliding])
+        n_blocks=st.integers(1, 9),
+        block_size=st.sampled_from([1, 2, 3, 4]),
+        caching=st.booleans(),
+        token=st.sampled_from([int, Colliding]),
     )
     def make(self, n_blocks, block_size, caching, token):
         self.manager = BlockManager(n_blocks, block_size, prefix_caching=caching)
         self.memory, self.token, self.size = Memory(block_size), token, block_size
-        self.sequences: list[tuple[BlockTable, list[int]]] = []  # with all its tokens, those not yet stored, too
+        self.sequences: list[
+            tuple[BlockTable, list[int]]
+        ] = []  # with all its tokens, those not yet stored, too
         self.past: list[list[int]] = [[]]
 
     def pick(self, data) -> tuple[BlockTable, list[int]]:
         return data.draw(st.sampled_from(self.sequences))
 
     def draw(self, data, low: int, high: int) -> list[int]:
-        return [self.token(t) for t in data.draw(st.lists(st.integers(0, 1), min_size=low, max_size=high))]
+        return [
+            self.token(t)
+            for t in data.draw(st.lists(st.integers(0, 1), min_size=low, max_size=high))
+        ]
 
     @rule(data=st.data())
     def start(self, data):
@@ -147,7 +166,9 @@ class Manager(RuleBasedStateMachine):
     def reserved(self, table: BlockTable, n: int) -> bool:
         """Reserve and copy; or see that nothing has changed."""
         manager = self.manager
-        before = copy.deepcopy((vars(manager.allocator), manager._known, list(manager._idle), table))
+        before = copy.deepcopy(
+            (vars(manager.allocator), manager._known, list(manager._idle), table)
+        )
         needed, available = manager.needed(table, n), manager.n_available
         try:
             copies = manager.reserve(table, n)
@@ -155,8 +176,12 @@ class Manager(RuleBasedStateMachine):
             assert needed > available
             assert (vars(manager.allocator), manager._known, list(manager._idle), table) == before
             return False
-        assert needed == available - manager.n_available
-        assert len(table.blocks) == max(len(before[-1].blocks), -(-(table.n_tokens + n) // self.size))
+        # A block that only the prefix cache holds after it was copied can be taken at once.
+        idle = sum(source in manager._idle for source, _ in copies)
+        assert needed == available - manager.n_available + idle
+        assert len(table.blocks) == max(
+            len(before[-1].blocks), -(-(table.n_tokens + n) // self.size)
+        )
         assert len(copies) <= 1
         self.memory.copy(copies)
         return True
@@ -177,6 +202,17 @@ class Manager(RuleBasedStateMachine):
             self.memory.append(table, ids[table.n_tokens : table.n_tokens + n])
             if remember:
                 self.manager.remember(table, ids)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def rewind(self, data):
+        """The sequence goes on with other tokens than before."""
+        table, ids = self.pick(data)
+        available = self.manager.n_available
+        self.manager.rewind(table, data.draw(st.integers(0, table.n_tokens)))
+        assert len(table.blocks) == -(-table.n_tokens // self.size)
+        assert self.manager.n_available >= available
+        del ids[table.n_tokens :]
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -223,6 +259,34 @@ Manager.TestCase.settings = settings(deadline=None, max_examples=200, stateful_s
 TestManager = Manager.TestCase
 
 
+def test_rewinding_into_a_known_block_copies_it():
+    manager = BlockManager(9, 4)
+    table = stored(manager, list(range(10)), release=False)
+    first, second, _ = table.blocks
+    manager.rewind(table, 4)
+    assert (table.n_tokens, list(table.blocks), len(table.prefixes)) == (6, [first, second], 1)
+    assert manager.writes_shared(table) and manager.needed(table, 1) == 1
+    ((source, target),) = manager.reserve(table, 1)
+    assert source == second and list(table.blocks) == [first, target]
+    assert list(manager.start(list(range(10))).blocks) == [first, second], "still known"
+
+
+@pytest.mark.parametrize("n", [-1, 11, 1.0, True, None])
+def test_refused_rewinds(n):
+    manager = BlockManager(9, 4)
+    table = stored(manager, list(range(10)), release=False)
+    with pytest.raises(ValueError, match=r"rewind by .* tokens; the sequence has 10, so give 0 to"):
+        manager.rewind(table, n)
+
+
+@pytest.mark.parametrize("n", [-5, 1.5, "2"])
+def test_refused_reservations(n):
+    manager = BlockManager(9, 4)
+    with pytest.raises(ValueError, match=r"n_new is .*; it must be a whole number, 0 or more"):
+        manager.reserve(manager.start([1, 2]), n)
+    assert manager.n_available == 9
+
+
 def stored(manager: BlockManager, ids: list[int], *, release: bool = True) -> BlockTable:
     """A sequence that was computed and remembered."""
     table = manager.start(ids)
@@ -234,7 +298,10 @@ def stored(manager: BlockManager, ids: list[int], *, release: bool = True) -> Bl
     return table
 
 
-@pytest.mark.parametrize(("n", "hit"), [(1, 0), (3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (11, 8), (12, 8), (13, 12), (40, 12)])
+@pytest.mark.parametrize(
+    ("n", "hit"),
+    [(1, 0), (3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (11, 8), (12, 8), (13, 12), (40, 12)],
+)
 def test_a_known_prefix_is_found(n, hit):
     """Whole blocks of 4, never the last token, and no more than was stored: 14 tokens, 3 full blocks."""
     manager = BlockManager(20, 4)
@@ -243,15 +310,15 @@ def test_a_known_prefix_is_found(n, hit):
         table = manager.start(list(range(n)))
         assert (table.n_tokens, table.blocks) == (hit, first.blocks[: hit // 4])
         manager.release(table)
-    assert manager.start([0, 1, 2, 99, 4, 5, 6, 7, 8]).blocks == []
+    assert not manager.start([0, 1, 2, 99, 4, 5, 6, 7, 8]).blocks
     assert manager.start([0, 1, 2, 3, 4, 5, 6, 99, 8, 9, 10, 11, 12]).blocks == first.blocks[:1]
-    assert manager.start(list(range(4, 14))).blocks == []  # the same block of tokens, after others
+    assert not manager.start(list(range(4, 14))).blocks  # the same block of tokens, after others
 
 
 def test_without_prefix_caching_nothing_is_found():
     manager = BlockManager(20, 4, prefix_caching=False)
     stored(manager, list(range(14)))
-    assert manager.start(list(range(14))).blocks == [] and manager.allocator.n_free == 20
+    assert not manager.start(list(range(14))).blocks and manager.allocator.n_free == 20
 
 
 def test_equal_blocks_are_remembered_once():
@@ -267,7 +334,10 @@ def test_equal_blocks_are_remembered_once():
     manager.reserve(tables[1], 1)
     tables[1].n_tokens = 6
     manager.remember(tables[1], [1, 2, 3, 4, 5, 6])
-    assert manager.start([1, 2, 3, 4, 5, 6, 7]).blocks == [*tables[0].blocks[:2], tables[1].blocks[2]]
+    assert list(manager.start([1, 2, 3, 4, 5, 6, 7]).blocks) == [
+        *tables[0].blocks[:2],
+        tables[1].blocks[2],
+    ]
 
 
 def test_least_recently_used_goes_first():
@@ -303,7 +373,7 @@ def test_least_recently_used_goes_first():
         {10: 1, 20: 0, 30: 0},
         {10: 0, 20: 0, 30: 0},
     ]
-    with pytest.raises(OutOfBlocks, match="1 blocks are needed, and 0 of 6 can be had"):
+    with pytest.raises(OutOfBlocks, match="1 blocks are needed; 0 of 6 are available"):
         manager.reserve(holder, 1)
 
 
@@ -353,14 +423,23 @@ def test_copy_on_write():
     a.n_tokens = 6
     b, c = manager.fork(a), manager.fork(a)
     first, last = a.blocks
-    assert (b.blocks, c.blocks) == ([first, last], [first, last]) and manager.allocator.holders(last) == 3
+    assert (
+        list(b.blocks) == list(c.blocks) == [first, last] and manager.allocator.holders(last) == 3
+    )
     assert manager.needed(b, 1) == 1 and manager.needed(b, 3) == 2 and manager.needed(b, 0) == 0
     ((source, target),) = manager.reserve(b, 1)
-    assert source == last and b.blocks == [first, target] and a.blocks == c.blocks == [first, last]
+    assert (
+        source == last
+        and list(b.blocks) == [first, target]
+        and list(a.blocks) == list(c.blocks) == [first, last]
+    )
     assert manager.reserve(b, 1) == []  # its own now
     ((source, target),) = manager.reserve(a, 4)
-    assert source == last and a.blocks[:2] == [first, target] and len(a.blocks) == 3
-    assert manager.reserve(c, 2) == [] and c.blocks == [first, last]  # the last one needs no copy
+    assert source == last and list(a.blocks[:2]) == [first, target] and len(a.blocks) == 3
+    assert manager.reserve(c, 2) == [] and list(c.blocks) == [
+        first,
+        last,
+    ]  # the last one needs no copy
     check_pool(manager, [a, b, c])
 
 
@@ -402,11 +481,15 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
-def forward(cache: PagedKVCache, tables: list[BlockTable], news: list[list[int]], model: Decoder = MODEL) -> list[Tensor]:
+def forward(
+    cache: PagedKVCache, tables: list[BlockTable], news: list[list[int]], model: Decoder = MODEL
+) -> list[Tensor]:
     """Reserve, then one forward pass; logits (n, V) of each sequence's new tokens."""
     for table, new in zip(tables, news, strict=True):
         cache.reserve(table, len(new))
-    logits = model(torch.tensor([list(chain(*news))]), cache.batch(tables, [len(new) for new in news]))[0]
+    logits = model(
+        torch.tensor([list(chain(*news))]), cache.batch(tables, [len(new) for new in news])
+    )[0]
     return list(logits.split([len(new) for new in news]))
 
 
@@ -422,16 +505,24 @@ def test_ragged_batches_give_the_full_forward(backend, block_size, sequences, la
     check_ragged(backend, block_size, sequences, late, seed)
 
 
-def check_ragged(backend: str, block_size: int, sequences: list[list[int]], late: int, seed: int) -> None:
+def check_ragged(
+    backend: str, block_size: int, sequences: list[list[int]], late: int, seed: int
+) -> None:
     cache = PagedKVCache(MODEL, 250, block_size, prefix_caching=False, backend=backend)
     ids = [ids_of(sum(chunks), seed + i) for i, chunks in enumerate(sequences)]
     tables = [cache.manager.start(i) for i in ids]
     got: list[list[Tensor]] = [[] for _ in ids]
     for step in range(late * len(ids) + 6):
-        turn = [(i, step - late * i) for i, chunks in enumerate(sequences) if 0 <= step - late * i < len(chunks)]
+        turn = [
+            (i, step - late * i)
+            for i, chunks in enumerate(sequences)
+            if 0 <= step - late * i < len(chunks)
+        ]
         if turn:
             news = [ids[i][(n := tables[i].n_tokens) : n + sequences[i][k]] for i, k in turn]
-            for (i, _), logits in zip(turn, forward(cache, [tables[i] for i, _ in turn], news), strict=True):
+            for (i, _), logits in zip(
+                turn, forward(cache, [tables[i] for i, _ in turn], news), strict=True
+            ):
                 got[i].append(logits)
     for i, parts in enumerate(got):
         close(torch.cat(parts), full(ids[i]))
@@ -455,7 +546,9 @@ def test_forks_diverge(backend, block_size, n_shared):
     tables = [parent, cache.manager.fork(parent), cache.manager.fork(parent)]
     got: list[list[Tensor]] = [[], [], []]
     for chunk in (slice(0, 1), slice(1, 2), slice(2, 6)):
-        for mine, logits in zip(got, forward(cache, tables, [tail[chunk] for tail in tails]), strict=True):
+        for mine, logits in zip(
+            got, forward(cache, tables, [tail[chunk] for tail in tails]), strict=True
+        ):
             mine.append(logits)
     for tail, parts in zip(tails, got, strict=True):
         close(torch.cat(parts), full(prompt + tail)[n_shared:])
@@ -483,8 +576,8 @@ def test_what_is_past_a_sequences_end_does_not_matter():
     """Blocks are used again: NaNs that somebody else has left in them are not this sequence's business."""
     for backend in BACKENDS if INTERPRETED else ("auto", "reference", "sdpa"):
         cache = PagedKVCache(MODEL, 12, 4, backend=backend)
-        cache.k.fill_(torch.nan)
-        cache.v.fill_(torch.inf)
+        cache.rows.k.fill_(torch.nan)
+        cache.rows.v.fill_(torch.inf)
         ids = [ids_of(7, seed) for seed in range(3)]
         tables = [cache.manager.start(i) for i in ids]
         for chunk in (slice(0, 5), slice(5, 6), slice(6, 7)):
@@ -505,7 +598,10 @@ def test_a_batch_can_be_refilled():
     tables = [cache.manager.start(i) for i in ids]
     forward(cache, tables, [i[:-2] for i in ids])
     batch = PagedBatch(cache, tables[:2], [1, 1], width=10)
-    where = [x.data_ptr() for x in (batch._positions, batch._slots, batch._plan.tables, batch._plan.lens)]
+    where = [
+        x.data_ptr()
+        for x in (batch._positions, batch._block, batch._layout.tables, batch._layout.lens)
+    ]
     for pair in ((0, 1), (2, 3), (3, 0), (1, 2)):
         for i in pair:
             cache.reserve(tables[i], 1)
@@ -515,22 +611,28 @@ def test_a_batch_can_be_refilled():
         logits = MODEL(torch.tensor([new]), batch)[0]
         for i, row, n in zip(pair, logits, at, strict=True):
             close(row, full(ids[i])[n])
-    assert where == [x.data_ptr() for x in (batch._positions, batch._slots, batch._plan.tables, batch._plan.lens)]
+    assert where == [
+        x.data_ptr()
+        for x in (batch._positions, batch._block, batch._layout.tables, batch._layout.lens)
+    ]
 
 
 def test_bytes_and_shapes():
     model = lively(n_layers=3, n_kv_heads=1)
     cache = PagedKVCache(model, 7, 5)
-    assert cache.k.shape == cache.v.shape == (3, 7, 5, 1, 8) and cache.nbytes == 2 * 4 * 3 * 7 * 5 * 8
+    assert (
+        cache.rows.k.shape == cache.rows.v.shape == (3, 7, 5, 1, 8)
+        and cache.nbytes == 2 * 4 * 3 * 7 * 5 * 8
+    )
     assert PagedKVCache(model.to(torch.float16), 7, 5).nbytes == 2 * 2 * 3 * 7 * 5 * 8
 
 
 def test_copies_are_read_before_any_is_written(tiny):
     cache = PagedKVCache(tiny, 4, 2)
-    for x in (cache.k, cache.v):
+    for x in (cache.rows.k, cache.rows.v):
         x.copy_(torch.arange(4.0)[None, :, None, None, None].expand_as(x))
     cache.copy([(0, 1), (1, 2), (0, 3)])
-    for x in (cache.k, cache.v):
+    for x in (cache.rows.k, cache.rows.v):
         assert (x == torch.tensor([0.0, 0, 1, 0])[None, :, None, None, None]).all()
     cache.copy([])
 
@@ -538,14 +640,21 @@ def test_copies_are_read_before_any_is_written(tiny):
 def test_refused_batches():
     cache = PagedKVCache(MODEL, 80, 4)
     a, b = (cache.manager.start([1, 2, 3]) for _ in range(2))
-    with pytest.raises(ValueError, match=r"3 tokens after 0 don't fit in 0 blocks of 4; reserve them first"):
+    with pytest.raises(
+        ValueError, match=r"3 tokens after 0 don't fit in 0 blocks of 4; reserve them first"
+    ):
         cache.batch([a], [3])
     cache.reserve(a, 4)
     cache.reserve(b, 4)
-    with pytest.raises(ValueError, match=r"5 tokens after 0 don't fit in 1 blocks of 4; reserve them first"):
+    with pytest.raises(
+        ValueError, match=r"5 tokens after 0 don't fit in 1 blocks of 4; reserve them first"
+    ):
         cache.batch([b, a], [4, 5])
     for tables, n_new in (([], []), ([a], []), ([a, b], [1])):
-        with pytest.raises(ValueError, match=f"{len(tables)} block tables and {len(n_new)} token counts; give one count for each"):
+        with pytest.raises(
+            ValueError,
+            match=f"{len(tables)} block tables and {len(n_new)} token counts; give one count for each",
+        ):
             cache.batch(tables, n_new)
     for n in (0, -1, 1.0, True):
         with pytest.raises(ValueError, match="n_new is"):
@@ -554,7 +663,9 @@ def test_refused_batches():
         MODEL(torch.tensor([[1, 2, 3]]), cache.batch([a, b], [3, 1]))
     assert a.n_tokens == b.n_tokens == 0
     cache.reserve(a, 257)
-    with pytest.raises(ValueError, match="257 positions are asked for; custom was trained for at most 256"):
+    with pytest.raises(
+        ValueError, match="257 positions are asked for; custom was trained for at most 256"
+    ):
         cache.batch([a], [257])
     MODEL(torch.tensor([[1] * 256]), cache.batch([a], [256]))
     with pytest.raises(ValueError, match="257 positions"):
@@ -567,7 +678,10 @@ def test_writing_into_a_shared_block_is_refused():
     forward(cache, [a], [[1, 2]])
     b = cache.manager.fork(a)
     for table in (a, b):
-        with pytest.raises(ValueError, match="Token 2 would go to a block that others hold, too; reserve its room first"):
+        with pytest.raises(
+            ValueError,
+            match="Token 2 would go to a block that other sequences hold as well; reserve its room first",
+        ):
             cache.batch([table], [1])
     cache.reserve(a, 1)
     cache.batch([a, b], [1, 1])  # the other is now the only holder of its block
@@ -575,5 +689,7 @@ def test_writing_into_a_shared_block_is_refused():
 
 @pytest.mark.parametrize("backend", ["tiled", "fast", None])
 def test_refused_backends(backend, tiny):
-    with pytest.raises(ValueError, match=r"backend is .*; choose one of auto, reference, triton, sdpa"):
+    with pytest.raises(
+        ValueError, match=r"backend is .*; choose one of auto, reference, triton, sdpa"
+    ):
         PagedKVCache(tiny, 4, backend=backend)

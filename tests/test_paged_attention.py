@@ -1,6 +1,7 @@
-"""Paged attention against the formula on each sequence's keys in one piece, in float64; the Triton kernel in the interpreter.
+"""Paged attention against the formula on each sequence's keys in one piece, in float64.
 
-Every slot that holds no token of the case holds NaN, every entry of a table beyond its sequence's blocks names none.
+The Triton kernel runs in the interpreter. Every slot that holds no token of the case holds NaN,
+every entry of a table beyond its sequence's blocks names none.
 """
 
 import itertools
@@ -12,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BACKEND_PARAMETERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_attention import at_most_twice, double, formula
+from tiers import BACKEND_PARAMETERS
 from torch import Tensor
 
 from minillm import paged_attention
@@ -36,7 +37,8 @@ class Case:
     tables: Tensor
     seq_lens: Tensor
     query_lens: Tensor
-    dense: list[tuple[Tensor, Tensor, Tensor]]  # of each sequence: q (1, T, H, D), k and v (1, S, K, D)
+    # Of each sequence: q (1, T, H, D), k and v (1, S, K, D).
+    dense: list[tuple[Tensor, Tensor, Tensor]]
 
     @property
     def arguments(self) -> tuple[Tensor, ...]:
@@ -47,8 +49,9 @@ class Case:
 
 
 def make(
-    sequences: Sequences, H: int, K: int, D: int, P: int, *, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu"
-) -> Case:
+    sequences: Sequences, H: int, K: int, D: int, P: int, *,
+    dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu",
+) -> Case:  # fmt: skip
     """Normal numbers; the blocks in random order, a few of them nobody's."""
     g = torch.Generator().manual_seed(seed)
     needed = [-(-n // P) for _, n in sequences]
@@ -65,7 +68,8 @@ def make(
         dense.append(tuple(x[None].to(device, dtype) for x in (q, k, v)))
     k_pages, v_pages = (x.to(device, dtype) for x in (k_pages, v_pages))
     lens = torch.tensor(sequences, dtype=torch.int32, device=device)
-    return Case(torch.cat([q[0] for q, _, _ in dense]), k_pages, v_pages, tables.to(device), lens[:, 1], lens[:, 0], dense)
+    q = torch.cat([q[0] for q, _, _ in dense])
+    return Case(q, k_pages, v_pages, tables.to(device), lens[:, 1], lens[:, 0], dense)
 
 
 def check(case: Case, backend: str, scale: float | None = None) -> Tensor:
@@ -91,7 +95,9 @@ BATCHES: dict[str, Sequences] = {
 # Without a kernel
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str
+)
 @pytest.mark.parametrize("backend", HERE)
 @pytest.mark.parametrize("sequences", BATCHES.values(), ids=BATCHES)
 def test_against_the_formula(sequences, backend, dtype):
@@ -99,7 +105,9 @@ def test_against_the_formula(sequences, backend, dtype):
         check(make(sequences, H, K, 16, P, dtype=dtype), backend, scale=0.3 if P == 3 else None)
 
 
-LENGTHS = st.integers(1, 40).flatmap(lambda n: st.tuples(st.sampled_from([1, n]) | st.integers(1, n), st.just(n)))
+LENGTHS = st.integers(1, 40).flatmap(
+    lambda n: st.tuples(st.sampled_from([1, n]) | st.integers(1, n), st.just(n))
+)
 
 
 @given(
@@ -122,24 +130,32 @@ def test_scale(backend, scale):
 
 
 def strided(case: Case) -> Case:
-    """The same numbers where each stride is another: queries out of a fused projection, keys with heads
-    before slots, values with every second head skipped."""
+    """The same numbers where each stride is another.
+
+    Queries out of a fused projection, keys with heads before slots, values with every second head
+    skipped, tables with every second row skipped.
+    """
     N, H, D = case.q.shape
     n_blocks, P, K, _ = case.k_pages.shape
-    q = torch.full((N, H + 2 * K, D + 3), torch.nan, dtype=case.q.dtype)[:, 1 : H + 1, 2 : D + 2]
-    k_pages = torch.full((n_blocks, K, P + 1, D + 5), torch.nan, dtype=case.q.dtype).transpose(1, 2)[:, :P, :, 3 : D + 3]
-    v_pages = torch.full((n_blocks, P, 2 * K, D), torch.nan, dtype=case.q.dtype)[:, :, ::2]
-    q.copy_(case.q)
-    k_pages.copy_(case.k_pages)
-    v_pages.copy_(case.v_pages)
-    tables = torch.full((2 * len(case.tables), case.tables.shape[1] + 1), 2**31 - 1, dtype=torch.int32)[::2, 1:]
+
+    def nan(*shape: int) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=case.q.dtype)
+
+    q = nan(N, H + 2 * K, D + 3)[:, 1 : H + 1, 2 : D + 2]
+    k_pages = nan(n_blocks, K, P + 1, D + 5).transpose(1, 2)[:, :P, :, 3 : D + 3]
+    v_pages = nan(n_blocks, P, 2 * K, D)[:, :, ::2]
+    n_seqs, width = case.tables.shape
+    tables = torch.full((2 * n_seqs, width + 1), 2**31 - 1, dtype=torch.int32)[::2, 1:]
+    for view, x in ((q, case.q), (k_pages, case.k_pages), (v_pages, case.v_pages)):
+        view.copy_(x)
     tables.copy_(case.tables)
     return Case(q, k_pages, v_pages, tables, case.seq_lens.long(), case.query_lens, case.dense)
 
 
 def apart(case: Case) -> Case:
     """Numbers that lie two apart, which the kernel's caller copies first."""
-    q, k_pages, v_pages = (torch.stack((x, x), -1)[..., 0] for x in (case.q, case.k_pages, case.v_pages))
+    tensors = (case.q, case.k_pages, case.v_pages)
+    q, k_pages, v_pages = (torch.stack((x, x), -1)[..., 0] for x in tensors)
     assert q.stride(-1) == 2
     return Case(q, k_pages, v_pages, case.tables, case.seq_lens, case.query_lens, case.dense)
 
@@ -178,46 +194,93 @@ def test_shared_blocks(backend):
 
 def test_auto_is_sdpa_on_the_cpu():
     case = make(BATCHES["mixed"], 4, 2, 8, 4)
-    assert torch.equal(paged_attention(*case.arguments), paged_attention(*case.arguments, backend="sdpa"))
+    assert torch.equal(
+        paged_attention(*case.arguments), paged_attention(*case.arguments, backend="sdpa")
+    )
 
 
 # Refusals
 
 
-REFUSED: dict[str, tuple[dict[str, Callable[[Tensor], Tensor]], type[Exception], str]] = {
-    "q of 4 dimensions": ({"q": lambda x: x[None]}, ValueError, r"have shapes \(1, 6, 4, 8\).*; expected \(N, H, D\), \(n_blocks, P"),
-    "pages of 3 dimensions": ({"k_pages": lambda x: x[0], "v_pages": lambda x: x[0]}, ValueError, r"expected \(N, H, D\)"),
-    "fewer values": ({"v_pages": lambda x: x[1:]}, ValueError, r"expected \(N, H, D\)"),
-    "another D": ({"q": lambda x: x[..., :4]}, ValueError, r"expected \(N, H, D\)"),
-    "no queries": ({"q": lambda x: x[:0]}, ValueError, r"q \(0, 4, 8\) or k_pages .* is empty; every size must be 1 or more"),
-    "no blocks": ({"k_pages": lambda x: x[:0], "v_pages": lambda x: x[:0]}, ValueError, r"k_pages \(0, 4, 2, 8\) is empty"),
-    "heads": ({"q": lambda x: x[:, :3]}, ValueError, "3 query heads are not a multiple of 2 key/value heads"),
-    "dtypes of q and k": ({"q": lambda x: x.half()}, TypeError, "have dtypes torch.float16, torch.float32, torch.float32; all three must"),
-    "dtypes of k and v": ({"v_pages": lambda x: x.double()}, TypeError, "torch.float32, torch.float32, torch.float64; all three must"),
-    "whole numbers": (dict.fromkeys(("q", "k_pages", "v_pages"), lambda x: x.nan_to_num().int()), TypeError, "floating-point dtype"),
-    "another device": ({"k_pages": lambda x: x.to("meta")}, ValueError, "k_pages is on meta, q on cpu; move them to one device"),
-    "v on another device": ({"v_pages": lambda x: x.to("meta")}, ValueError, "v_pages is on meta, q on cpu"),
-    "tables on another device": ({"tables": lambda x: x.to("meta")}, ValueError, "block_tables is on meta, q on cpu"),
-    "one table": ({"tables": lambda x: x[0]}, TypeError, r"block_tables is torch.int32 of shape \(\d+,\); expected int32 \(n_seqs, max"),
-    "tables of int64": ({"tables": lambda x: x.long()}, TypeError, "block_tables is torch.int64"),
-    "a length too few": ({"seq_lens": lambda x: x[1:]}, ValueError, r"seq_lens has shape \(2,\), query_lens \(3,\); expected \(3,\)"),
-    "a query length too many": ({"query_lens": lambda x: torch.cat((x, x[:1]))}, ValueError, r"query_lens \(4,\); expected \(3,\), one"),
-    "lengths in a matrix": ({"seq_lens": lambda x: x[None]}, ValueError, r"seq_lens has shape \(1, 3\)"),
-    "lengths of floats": ({"seq_lens": lambda x: x.float()}, TypeError, "seq_lens is torch.float32, query_lens torch.int32; expected int"),
-    "query lengths of floats": ({"query_lens": lambda x: x.double()}, TypeError, "query_lens torch.float64; expected int32 or int64"),
-    "nothing new": ({"query_lens": lambda x: torch.tensor([0, 2, 4])}, ValueError, "sequence 0 has 0 new of 9 tokens; expected 1 <= new"),
-    "more new than all": ({"query_lens": lambda x: torch.tensor([1, 1, 4]), "seq_lens": lambda x: torch.tensor([9, 1, 3])}, ValueError,
-                          "sequence 2 has 4 new of 3 tokens"),
-    "beyond the table": ({"seq_lens": lambda x: torch.tensor([9, 2, 21])}, ValueError, "sequence 2 has 3 new of 21 tokens.*tokens <= 20"),
-    "another sum": ({"query_lens": lambda x: torch.tensor([1, 2, 2])}, ValueError, "query_lens sum to 5, and q holds 6 tokens"),
-    "a block too far": ({"tables": lambda x: x.where(x != x[0, 2], 9)}, ValueError, "names blocks that don't exist; there are 9, numbered"),
-    "a block below 0": ({"tables": lambda x: x.where(x != x[1, 0], -1)}, ValueError, "names blocks that don't exist"),
+Changes = dict[str, Callable[[Tensor], Tensor]]
+REFUSED: dict[str, tuple[type[Exception], str, Changes]] = {
+    "q of 4 dimensions": (
+        ValueError, r"have shapes \(1, 6, 4, 8\).*; expected \(N, H, D\), \(n_blocks, P",
+        {"q": lambda x: x[None]}),
+    "pages of 3 dimensions": (
+        ValueError, r"expected \(N, H, D\)",
+        {"k_pages": lambda x: x[0], "v_pages": lambda x: x[0]}),
+    "fewer values": (ValueError, r"expected \(N, H, D\)", {"v_pages": lambda x: x[1:]}),
+    "another D": (ValueError, r"expected \(N, H, D\)", {"q": lambda x: x[..., :4]}),
+    "no queries": (
+        ValueError, r"shapes \(0, 4, 8\), .*: one is empty; every size must be 1 or more",
+        {"q": lambda x: x[:0]}),
+    "no blocks": (
+        ValueError, r"shapes .*, \(0, 4, 2, 8\), \(0, 4, 2, 8\): one is empty",
+        {"k_pages": lambda x: x[:0], "v_pages": lambda x: x[:0]}),
+    "heads": (
+        ValueError, "3 query heads are not a multiple of 2 key/value heads",
+        {"q": lambda x: x[:, :3]}),
+    "dtypes of q and k": (
+        TypeError, "have dtypes torch.float16, torch.float32, torch.float32; all three must",
+        {"q": lambda x: x.half()}),
+    "dtypes of k and v": (
+        TypeError, "torch.float32, torch.float32, torch.float64; all three must",
+        {"v_pages": lambda x: x.double()}),
+    "whole numbers": (
+        TypeError, "floating-point dtype",
+        dict.fromkeys(("q", "k_pages", "v_pages"), lambda x: x.nan_to_num().int())),
+    "another device": (
+        ValueError, "k_pages is on meta, q on cpu; move them to one device",
+        {"k_pages": lambda x: x.to("meta")}),
+    "v on another device": (
+        ValueError, "v_pages is on meta, q on cpu", {"v_pages": lambda x: x.to("meta")}),
+    "tables on another device": (
+        ValueError, "block_tables is on meta, q on cpu", {"tables": lambda x: x.to("meta")}),
+    "one table": (
+        TypeError, r"block_tables is torch.int32 of shape \(\d+,\); expected int32 \(n_seqs, max",
+        {"tables": lambda x: x[0]}),
+    "tables of int64": (
+        TypeError, "block_tables is torch.int64", {"tables": lambda x: x.long()}),
+    "a length too few": (
+        ValueError, r"seq_lens has shape \(2,\), query_lens \(3,\); expected \(3,\)",
+        {"seq_lens": lambda x: x[1:]}),
+    "a query length too many": (
+        ValueError, r"query_lens \(4,\); expected \(3,\), one",
+        {"query_lens": lambda x: torch.cat((x, x[:1]))}),
+    "lengths in a matrix": (
+        ValueError, r"seq_lens has shape \(1, 3\)", {"seq_lens": lambda x: x[None]}),
+    "lengths of floats": (
+        TypeError, "seq_lens is torch.float32, query_lens torch.int32; expected int",
+        {"seq_lens": lambda x: x.float()}),
+    "query lengths of floats": (
+        TypeError, "query_lens torch.float64; expected int32 or int64",
+        {"query_lens": lambda x: x.double()}),
+    "nothing new": (
+        ValueError, "sequence 0 has 0 new of 9 tokens; expected 1 <= new",
+        {"query_lens": lambda x: torch.tensor([0, 2, 4])}),
+    "more new than all": (
+        ValueError, "sequence 2 has 4 new of 3 tokens",
+        {"query_lens": lambda x: torch.tensor([1, 1, 4]),
+         "seq_lens": lambda x: torch.tensor([9, 1, 3])}),
+    "beyond the table": (
+        ValueError, "sequence 2 has 3 new of 21 tokens.*tokens <= 20",
+        {"seq_lens": lambda x: torch.tensor([9, 2, 21])}),
+    "another sum": (
+        ValueError, "query_lens sum to 5, and q holds 6 tokens",
+        {"query_lens": lambda x: torch.tensor([1, 2, 2])}),
+    "a block too far": (
+        ValueError, "names blocks that don't exist; there are 9, numbered",
+        {"tables": lambda x: x.where(x != x[0, 2], 9)}),
+    "a block below 0": (
+        ValueError, "names blocks that don't exist",
+        {"tables": lambda x: x.where(x != x[1, 0], -1)}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("error", "message", "changes"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_refusals(changes, error, message, backend):
+def test_refusals(error, message, changes, backend):
     case = make([(1, 9), (2, 2), (3, 12)], 4, 2, 8, 4, seed=1)
     assert case.k_pages.shape[0] == 10 and case.tables.shape[1] == 5
     case.k_pages, case.v_pages = case.k_pages[:9], case.v_pages[:9]
@@ -231,7 +294,8 @@ def test_refusals(changes, error, message, backend):
 
 @pytest.mark.parametrize("backend", ["tiled", "flash", None])
 def test_refused_backends(backend):
-    with pytest.raises(ValueError, match=r"backend is .*; choose one of auto, reference, triton, sdpa"):
+    message = r"backend is .*; choose one of auto, reference, triton, sdpa"
+    with pytest.raises(ValueError, match=message):
         paged_attention(*make([(1, 1)], 1, 1, 8, 4).arguments, backend=backend)
 
 
@@ -240,11 +304,13 @@ def test_refused_backends(backend):
 
 def grid() -> list[Any]:
     """Every batch with every head dimension; block sizes, heads and dtypes take turns."""
-    turns = zip(*map(itertools.cycle, ((1, 3, 16, 64), HEADS, (*DTYPES, *reversed(DTYPES)))), strict=True)
+    choices = ((1, 3, 16, 64), HEADS, (*DTYPES, *reversed(DTYPES)))
+    turns = zip(*map(itertools.cycle, choices), strict=True)
     chosen = []
     for name, D in itertools.product(BATCHES, (64, 8, 32, 80, 128)):
         P, heads, dtype = next(turns)
-        chosen.append(pytest.param(BATCHES[name], *HEADS[heads], D, P, dtype, id=f"{name}-{heads}-{D}-{P}-{str(dtype)[6:]}"))
+        case = BATCHES[name], *HEADS[heads], D, P, dtype
+        chosen.append(pytest.param(*case, id=f"{name}-{heads}-{D}-{P}-{str(dtype)[6:]}"))
     return chosen
 
 
@@ -266,16 +332,21 @@ def test_groups_of_all_sizes(H, K):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n_parts", [1, 3, 100])
 def test_parts(monkeypatch, n_parts, dtype):
-    """With 100 wanted, each tile of 16 keys is a part: most lie wholly past the end of the shorter sequences, and some in the
-    future of the first rows of a tile."""
+    """With 100 wanted, each tile of 16 keys is a part.
+
+    Most lie wholly past the end of the shorter sequences, and some in the future of the first rows
+    of a tile.
+    """
     from minillm.kernels import flash_decode, paged_attention
 
     monkeypatch.setattr(flash_decode, "_CPU_PARTS", n_parts)
-    monkeypatch.setattr(paged_attention, "config", lambda *_: flash_decode.triton.Config({"BLOCK_S": 16}, num_warps=4, num_stages=1))
+    chosen = flash_decode.triton.Config({"BLOCK_S": 16}, num_warps=4, num_stages=1)
+    monkeypatch.setattr(paged_attention, "config", lambda *_: chosen)
     for sequences in ([(1, 1), (1, 97)], [(33, 33), (1, 80)], [(5, 5), (5, 70)]):
         case = make(sequences, 4, 2, 16, 3, dtype=dtype)
         check(case, "triton")
-        case.q, case.k_pages = -30 * case.q.abs(), case.k_pages.abs()  # seen scores far below 0, where a masked one might hide
+        # Seen scores far below 0, where a masked one might hide.
+        case.q, case.k_pages = -30 * case.q.abs(), case.k_pages.abs()
         case.dense = [(-30 * q.abs(), k.abs(), v) for q, k, v in case.dense]
         check(case, "triton")
 
@@ -283,13 +354,17 @@ def test_parts(monkeypatch, n_parts, dtype):
 @interpret
 @pytest.mark.parametrize(("H", "K"), [(3, 1), (5, 1), (4, 2)])
 def test_tiles_in_any_order(H, K):
-    """On a GPU they run at once, so no tile may write a row of another. Three or five heads leave rows of a tile over."""
+    """On a GPU they run at once, so no tile may write a row of another.
+
+    Three or five heads leave rows of a tile over.
+    """
     from minillm.kernels.paged_attention import paged_forward, rows_of_a_tile, tiles
 
     case = make([(40, 50), (1, 9), (9, 9)], H, K, 16, 4)
-    lens, rows = (case.seq_lens.contiguous(), case.query_lens.contiguous()), rows_of_a_tile(40, H // K, case.q.dtype)
+    lens = case.seq_lens.contiguous(), case.query_lens.contiguous()
+    rows = rows_of_a_tile(40, H // K, case.q.dtype)
     arrays = torch.tensor(tiles([40, 1, 9], rows // (H // K)), dtype=torch.int32).flip(1)
-    out = paged_forward(case.q, case.k_pages, case.v_pages, case.tables, *lens, arrays, rows, 50, 0.25)
+    out = paged_forward(*case.arguments[:4], *lens, arrays, rows, 50, 0.25)
     at_most_twice("output", out, case.expected(lambda *x: x, 0.25), case.expected(double, 0.25))
 
 
@@ -303,7 +378,7 @@ def test_a_launch_for_longer_sequences():
     for longest in (40, 41, 300, 5000):
         rows = rows_of_a_tile(1, 2, case.q.dtype)
         arrays = torch.tensor(tiles([1, 1, 1], rows // 2), dtype=torch.int32)
-        out = paged_forward(case.q, case.k_pages, case.v_pages, case.tables, *lens, arrays, rows, longest, 0.25)
+        out = paged_forward(*case.arguments[:4], *lens, arrays, rows, longest, 0.25)
         at_most_twice("output", out, case.expected(lambda *x: x, 0.25), case.expected(double, 0.25))
 
 
@@ -338,7 +413,7 @@ def test_what_the_kernel_refuses():
 @interpret
 @pytest.mark.parametrize("what", ["blocks", "queries"])
 def test_offsets_beyond_31_bits(what):
-    """Pages of more than 2**31 numbers, in 14 GB of addresses of which only what is written takes memory."""
+    """Pages of more than 2**31 numbers, in 14 GB of addresses; what is written takes memory."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     try:
         memory = torch.frombuffer(mmap.mmap(-1, 14 << 30, flags=flags), dtype=torch.float16)
@@ -391,9 +466,11 @@ def kernel_call(sequences: Sequences, H: int, K: int, D: int, dtype: torch.dtype
     query_lens, seq_lens = (list(x) for x in zip(*sequences, strict=True))
     rows = paged_attention.rows_of_a_tile(max(query_lens), H // K, dtype)
     tiles = torch.tensor(paged_attention.tiles(query_lens, rows // (H // K)), dtype=torch.int32)
-    lens, tables = torch.tensor([seq_lens, query_lens], dtype=torch.int32), torch.zeros(len(sequences), 64, dtype=torch.int32)
+    lens = torch.tensor([seq_lens, query_lens], dtype=torch.int32)
+    tables = torch.zeros(len(sequences), 64, dtype=torch.int32)
+    arguments = (q, pages, pages, tables, *lens, tiles, rows, max(seq_lens), 0.1)
     with recorded(paged_attention) as launches, recorded(flash_decode):
-        paged_attention.paged_forward(q, pages, pages, tables, *lens, tiles, rows, max(seq_lens), 0.1)
+        paged_attention.paged_forward(*arguments)
     (launch,) = launches
     assert launch.arguments["BLOCK_R"] == rows
     return launch
@@ -404,20 +481,30 @@ def kernel_call(sequences: Sequences, H: int, K: int, D: int, dtype: torch.dtype
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("sequences", "H"), [([(1, 700), (1, 90)], 4), ([(1, 10)], 4), ([(100, 700), (1, 90)], 4), ([(9, 9)], 4), ([(1, 700)], 64)],
+    ("sequences", "H"),
+    [
+        ([(1, 700), (1, 90)], 4), ([(1, 10)], 4), ([(100, 700), (1, 90)], 4), ([(9, 9)], 4),
+        ([(1, 700)], 64),
+    ],
     ids=["decode", "decode, one part", "mixed", "prompt, one part", "MQA, 64 heads"],
 )  # fmt: skip
 def test_compiled(sequences, H, dtype, D, capability):
-    """It fits, spills nothing that matters, and float32 stays float32 while the others use matrix instructions."""
+    """It fits and spills nothing that matters.
+
+    float32 stays float32, while the others use matrix instructions.
+    """
     pytest.importorskip("triton", reason="needs the package triton, which exists for Linux")
     from gpu_compiler import SHARED_LIMIT, compile_for
 
     launch = kernel_call(sequences, H, 1, D, dtype)
     binary = compile_for(launch, capability)
     assert binary.shared_bytes <= SHARED_LIMIT[capability] and binary.registers <= 255
-    # 64 rows in float32 don't fit into the registers: right, and slow. ptxas may park a number or two though registers are left.
+    # 64 rows in float32 don't fit into the registers: right, and slow. ptxas may park a number or
+    # two though registers are left.
     allowed = math.inf if H > 16 and dtype == torch.float32 else 16 if binary.registers < 128 else 0
-    assert binary.spilled_bytes <= allowed, f"{binary.spilled_bytes} bytes spilled, {binary.registers} registers"
+    assert binary.spilled_bytes <= allowed, (
+        f"{binary.spilled_bytes} bytes spilled, {binary.registers} registers"
+    )
     matrix = "mma.sync" in binary.ptx or "wgmma.mma_async" in binary.ptx
     assert matrix == (dtype != torch.float32) and "tf32" not in binary.ptx
 
@@ -426,10 +513,16 @@ def test_compiled(sequences, H, dtype, D, capability):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none here")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none here"
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("D", [64, 80, 128, 256])
-@pytest.mark.parametrize("sequences", [*BATCHES.values(), [(1, 5000), (1, 9), (1, 2048)], [(512, 4096), (1, 3000)]], ids=str)
+@pytest.mark.parametrize(
+    "sequences",
+    [*BATCHES.values(), [(1, 5000), (1, 9), (1, 2048)], [(512, 4096), (1, 3000)]],
+    ids=str,
+)
 def test_kernel_on_the_gpu(sequences, D, dtype):
     for (H, K), P in zip((*HEADS.values(), (32, 8)), (1, 3, 16, 16), strict=True):
         check(make(sequences, H, K, D, P, dtype=dtype, device="cuda"), "triton")

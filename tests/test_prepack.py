@@ -1,8 +1,11 @@
-"""Prepacked weights: the same numbers, the same model underneath, and a refusal where they would not help."""
+"""Prepacked weights: the same numbers, the same model underneath.
+
+And a refusal where they would not help.
+"""
 
 import pytest
 import torch
-from conftest import tiny_config
+from models import tiny_config
 
 from minillm import Decoder, merge_kv_heads, prepack
 from minillm.model import Linear
@@ -11,7 +14,11 @@ from minillm.prepack import MAX_TOKENS, MIN_TOKENS, PrepackedLinear
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("n_in", "n_out"), [(1, 1), (7, 33), (64, 960), (576, 192)])
-@pytest.mark.parametrize("shape", [(1,), (MIN_TOKENS,), (1, 16), (2, 7), (MAX_TOKENS,), (MAX_TOKENS + 1,), (3, 50)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(1,), (MIN_TOKENS,), (1, 16), (2, 7), (MAX_TOKENS,), (MAX_TOKENS + 1,), (3, 50)],
+    ids=str,
+)
 def test_the_same_product(shape, n_in, n_out, bias):
     torch.manual_seed(0)
     linear = Linear(n_in, n_out, bias=bias)
@@ -20,13 +27,17 @@ def test_the_same_product(shape, n_in, n_out, bias):
     x = torch.randn(*shape, n_in)
     packed = PrepackedLinear(linear)
     with torch.inference_mode():
-        got, exact = packed(x), torch.nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
+        got = packed(x)
+        exact = x.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
     assert got.shape == exact.shape and got.dtype == torch.float32
     assert (got - exact).abs().max() <= 1e-6 * (1 + exact.abs().max())
 
 
 def test_a_few_rows_go_through_the_prepacked_copy():
-    """Spoiling that copy must show for exactly those numbers of tokens, and never where gradients are wanted."""
+    """Spoiling that copy must show for exactly those numbers of tokens.
+
+    And never where gradients are wanted.
+    """
     linear = Linear(16, 16, bias=False)
     packed = PrepackedLinear(linear)
     packed._packed = torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16), MAX_TOKENS)
@@ -49,7 +60,8 @@ def test_the_weights_are_shared_and_the_model_untouched(tied):
     model = Decoder(tiny_config(tie_embeddings=tied, qkv_bias=True)).eval()
     packed = prepack(model)
     assert all(type(module) is not PrepackedLinear for module in model.modules())
-    assert sum(type(module) is PrepackedLinear for module in packed.modules()) == 4 * model.config.n_layers + 1
+    n_packed = sum(type(module) is PrepackedLinear for module in packed.modules())
+    assert n_packed == 4 * model.config.n_layers + 1
     assert not packed.training and packed.config == model.config
     ours, theirs = dict(packed.named_parameters()), dict(model.named_parameters())
     assert ours.keys() == theirs.keys() and all(ours[name] is theirs[name] for name in ours)
@@ -69,7 +81,8 @@ def test_other_modules_stay():
 
 def test_refusals(monkeypatch):
     model = Decoder(tiny_config())
-    with pytest.raises(ValueError, match=r"float32 on a CPU, and the model is torch\.bfloat16 on cpu"):
+    message = r"float32 on a CPU, and the model is torch\.bfloat16 on cpu"
+    with pytest.raises(ValueError, match=message):
         prepack(Decoder(tiny_config()).bfloat16())
     with pytest.raises(ValueError, match="on meta; use it as it is"):
         prepack(Decoder(tiny_config()).to("meta"))

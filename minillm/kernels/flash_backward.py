@@ -4,23 +4,34 @@ Sources: Dao et al. 2022, section 3.1 and algorithm 4 (appendix B.4); Dao 2023, 
 
 With scores = scale · Q Kᵀ, weights P = exp(scores - LSE) and O = P V, the gradients are
 
-    dV = Pᵀ dO        dP = dO Vᵀ        dscores = P ∘ (dP - delta)        dQ = scale · dscores K        dK = scale · dscoresᵀ Q
+    dV = Pᵀ dO
+    dP = dO Vᵀ
+    dscores = P ∘ (dP - delta)
+    dQ = scale · dscores K
+    dK = scale · dscoresᵀ Q
 
-where delta (one number a row) is Σ_s P dP, which equals dO · O: the row of dO times the row of O, so that no pass over the
-row of P is needed. P is computed again from Q, K and the log-sum-exp that the forward pass kept: reading it would cost more
-time than computing it. That makes 5 products where the forward pass has 2; here it is 7, because the scores and dP are
-computed both in the kernel for dK and dV and in the one for dQ.
+where delta (one number per row) is Σ_s P dP. It equals dO · O, the row of dO times the row of O, so
+no pass over the row of P is needed. P is computed again from Q, K and the log-sum-exp that the
+forward pass kept: reading it would cost more time than computing it. That makes 5 products where
+the forward pass has 2. Here it is 7, because the scores and dP are computed both in the kernel for
+dK and dV and in the one for dQ.
 
 Three kernels, all without atomics, so that two runs give equal bits:
-    delta       one program a tile of rows
-    dK and dV   one program a tile of keys of one key/value head; it walks over the queries of all G heads that share it
-    dQ          one program a tile of queries of one head; it walks over the keys, as the forward pass does
+
+    delta       one program per tile of rows
+    dK and dV   one program per tile of keys of one key/value head; it walks over the queries of all
+                G heads that share it
+    dQ          one program per tile of queries of one head; it walks over the keys, as the forward
+                pass does
 
 Decisions:
-- In the dK/dV kernel the scores are computed transposed, K Qᵀ: P and dscores then enter their products as they lie.
-- Queries past the end need no mask: their LSE is read as +inf, so their weights are 0. Keys past the end do in the dQ
-  kernel, where exp(0 - LSE) may overflow; in the dK/dV kernel they only fill rows that are not stored.
-Not yet timed on a GPU: the lists hold what compiles without spilling registers for sm_80 and sm_90, in the order expected.
+- The dK/dV kernel computes the scores transposed, K Qᵀ, so that P and dscores enter their products
+  without being transposed.
+- Queries past the end need no mask: their LSE is read as +inf, so their weights are 0. Keys past
+  the end need one in the dQ kernel, where exp(0 - LSE) may overflow; in the dK/dV kernel they only
+  fill rows that are not stored.
+Not yet timed on a GPU: the lists hold what compiles without spilling registers for sm_80 and sm_90,
+the one expected to be fastest first.
 """
 
 import functools
@@ -47,7 +58,10 @@ def configs_dkv(d_head: int, dtype: torch.dtype) -> list[triton.Config]:
         sizes = [(32, 64, 8, 2), (16, 128, 8, 2), (64, 64, 8, 2)]
     else:
         sizes = [(32, 32, 8, 2), (16, 16, 4, 2)]
-    return [triton.Config({"BLOCK_T": t, "BLOCK_S": s}, num_warps=w, num_stages=n) for t, s, w, n in sizes]
+    return [
+        triton.Config({"BLOCK_T": t, "BLOCK_S": s}, num_warps=w, num_stages=n)
+        for t, s, w, n in sizes
+    ]
 
 
 def configs_dq(d_head: int, dtype: torch.dtype) -> list[triton.Config]:
@@ -60,7 +74,10 @@ def configs_dq(d_head: int, dtype: torch.dtype) -> list[triton.Config]:
         sizes = [(64, 64, 8, 2), (128, 32, 8, 2), (128, 64, 8, 2)]
     else:
         sizes = [(32, 32, 4, 2), (64, 16, 8, 2)]
-    return [triton.Config({"BLOCK_T": t, "BLOCK_S": s}, num_warps=w, num_stages=n) for t, s, w, n in sizes]
+    return [
+        triton.Config({"BLOCK_T": t, "BLOCK_S": s}, num_warps=w, num_stages=n)
+        for t, s, w, n in sizes
+    ]
 
 
 @triton.jit
@@ -75,24 +92,32 @@ def delta_kernel(
     t0 = tl.program_id(0) % n_tiles * BLOCK_T
     b = (tl.program_id(0) // n_tiles // H).to(tl.int64)
     h = tl.program_id(0) // n_tiles % H
-    o_tile = load_tile(OUT + b * o_stride_b + h * o_stride_h, o_stride_t, t0, T, D, BLOCK_T, BLOCK_D, True)
-    grad_tile = load_tile(GRAD + b * grad_stride_b + h * grad_stride_h, grad_stride_t, t0, T, D, BLOCK_T, BLOCK_D, True)
+    o_head = OUT + b * o_stride_b + h * o_stride_h
+    o_tile = load_tile(o_head, o_stride_t, t0, T, D, BLOCK_T, BLOCK_D, True)
+    grad_head = GRAD + b * grad_stride_b + h * grad_stride_h
+    grad_tile = load_tile(grad_head, grad_stride_t, t0, T, D, BLOCK_T, BLOCK_D, True)
     rows = t0 + tl.arange(0, BLOCK_T)
-    tl.store(DELTA + (b * H + h) * T + rows, tl.sum(o_tile.to(tl.float32) * grad_tile.to(tl.float32), 1), mask=rows < T)
+    delta = tl.sum(o_tile.to(tl.float32) * grad_tile.to(tl.float32), 1)
+    tl.store(DELTA + (b * H + h) * T + rows, delta, mask=rows < T)
 
 
 @triton.jit
 def _add_queries(
-    dk, dv, k_tile, v_tile, q_head, grad_head, lse_head, delta_head, q_stride_t, grad_stride_t, t0, T, first_query, scale_log2,
+    dk, dv, k_tile, v_tile, q_head, grad_head, lse_head, delta_head, q_stride_t, grad_stride_t,
+    t0, T, first_query, scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """What the queries from t0 on add to dK and dV. first_query (BLOCK_S,): the first query that sees each key."""
+    """Add what the tile of queries that starts at t0 contributes to dK and dV.
+
+    first_query (BLOCK_S,): the first query that sees each key.
+    """
     rows = t0 + tl.arange(0, BLOCK_T)
     q_tile = load_tile(q_head, q_stride_t, t0, T, D, BLOCK_T, BLOCK_D, True)
     grad_tile = load_tile(grad_head, grad_stride_t, t0, T, D, BLOCK_T, BLOCK_D, True)
     lse = tl.load(lse_head + rows, mask=rows < T, other=float("inf"))
     delta = tl.load(delta_head + rows, mask=rows < T, other=0.0)
-    scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")  # (BLOCK_S, BLOCK_T): transposed
+    # (BLOCK_S, BLOCK_T): transposed
+    scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
     weights = tl.exp2(scores * scale_log2 - (lse * LOG2_E)[None, :])
     if MASKED:
         weights = tl.where(rows[None, :] >= first_query[:, None], weights, 0.0)
@@ -110,38 +135,48 @@ def dkv_kernel(
     v_stride_b, v_stride_s, v_stride_h, grad_stride_b, grad_stride_t, grad_stride_h,
     dk_stride_b, dk_stride_s, dk_stride_h,
     T, S, H, G, scale, LENGTH,
-    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """DK and DV of one tile of keys of one key/value head: a walk over the queries that see it, head by head of the group."""
+    """DK and DV of one tile of keys of one key/value head.
+
+    A walk over the queries that see it, one head of the group after another.
+    """
     n_tiles, n_kv_heads = tl.cdiv(S, BLOCK_S), H // G
-    s0 = tl.program_id(0) % n_tiles * BLOCK_S  # in a causal mask the first keys are seen most, and start first
+    # In a causal mask most queries see the first keys, so the first tiles take longest; they start
+    # first.
+    s0 = tl.program_id(0) % n_tiles * BLOCK_S
     b = (tl.program_id(0) // n_tiles // n_kv_heads).to(tl.int64)
     kv_head = tl.program_id(0) // n_tiles % n_kv_heads
-    k_tile = load_tile(K + b * k_stride_b + kv_head * k_stride_h, k_stride_s, s0, S, D, BLOCK_S, BLOCK_D, True)
-    v_tile = load_tile(V + b * v_stride_b + kv_head * v_stride_h, v_stride_s, s0, S, D, BLOCK_S, BLOCK_D, True)
+    k_head = K + b * k_stride_b + kv_head * k_stride_h
+    k_tile = load_tile(k_head, k_stride_s, s0, S, D, BLOCK_S, BLOCK_D, True)
+    v_head = V + b * v_stride_b + kv_head * v_stride_h
+    v_tile = load_tile(v_head, v_stride_s, s0, S, D, BLOCK_S, BLOCK_D, True)
 
     first_query = s0 + tl.arange(0, BLOCK_S) - (S - T)
     begin, n_masked = 0, 0
     if CAUSAL:
         begin = tl.maximum(0, s0 - (S - T)) // BLOCK_T * BLOCK_T
         # From the query that sees the tile's last key on, nothing is masked.
-        n_masked = tl.minimum(T, tl.maximum(begin, tl.cdiv(s0 + BLOCK_S - 1 - (S - T), BLOCK_T) * BLOCK_T))
+        all_visible = tl.cdiv(s0 + BLOCK_S - 1 - (S - T), BLOCK_T) * BLOCK_T
+        n_masked = tl.minimum(T, tl.maximum(begin, all_visible))
 
     dk = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
     for h in range(kv_head * G, kv_head * G + G):
-        q_head, grad_head = Q + b * q_stride_b + h * q_stride_h, GRAD + b * grad_stride_b + h * grad_stride_h
+        q_head = Q + b * q_stride_b + h * q_stride_h
+        grad_head = GRAD + b * grad_stride_b + h * grad_stride_h
         lse_head, delta_head = LSE + (b * H + h) * T, DELTA + (b * H + h) * T
         if CAUSAL:
             for t0 in range(begin, n_masked, BLOCK_T):
                 dk, dv = _add_queries(
-                    dk, dv, k_tile, v_tile, q_head, grad_head, lse_head, delta_head, q_stride_t, grad_stride_t, t0, T, first_query,
-                    scale * LOG2_E, D, BLOCK_D, BLOCK_T, True
+                    dk, dv, k_tile, v_tile, q_head, grad_head, lse_head, delta_head, q_stride_t,
+                    grad_stride_t, t0, T, first_query, scale * LOG2_E, D, BLOCK_D, BLOCK_T, True
                 )  # fmt: skip
         for t0 in range(n_masked, T, BLOCK_T):
             dk, dv = _add_queries(
-                dk, dv, k_tile, v_tile, q_head, grad_head, lse_head, delta_head, q_stride_t, grad_stride_t, t0, T, first_query,
-                scale * LOG2_E, D, BLOCK_D, BLOCK_T, False
+                dk, dv, k_tile, v_tile, q_head, grad_head, lse_head, delta_head, q_stride_t,
+                grad_stride_t, t0, T, first_query, scale * LOG2_E, D, BLOCK_D, BLOCK_T, False
             )  # fmt: skip
 
     offset = b * dk_stride_b + kv_head * dk_stride_h  # dK and dV are laid out alike
@@ -151,15 +186,17 @@ def dkv_kernel(
 
 @triton.jit
 def _add_keys(
-    dq, q_tile, grad_tile, lse, delta, k_head, v_head, k_stride_s, v_stride_s, s0, last_key, S, scale_log2,
+    dq, q_tile, grad_tile, lse, delta, k_head, v_head, k_stride_s, v_stride_s, s0, last_key, S,
+    scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """What the keys from s0 on add to dQ."""
+    """Add what the tile of keys that starts at s0 contributes to dQ."""
     k_tile = load_tile(k_head, k_stride_s, s0, S, D, BLOCK_S, BLOCK_D, MASKED)
     v_tile = load_tile(v_head, v_stride_s, s0, S, D, BLOCK_S, BLOCK_D, MASKED)
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
     if MASKED:
-        scores = tl.where(s0 + tl.arange(0, BLOCK_S)[None, :] <= last_key[:, None], scores, float("-inf"))
+        visible = s0 + tl.arange(0, BLOCK_S)[None, :] <= last_key[:, None]
+        scores = tl.where(visible, scores, float("-inf"))
     weights = tl.exp2(scores - (lse * LOG2_E)[:, None])  # (BLOCK_T, BLOCK_S)
     dweights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
     dscores = weights * (dweights - delta[:, None])
@@ -173,14 +210,16 @@ def dq_kernel(
     v_stride_b, v_stride_s, v_stride_h, grad_stride_b, grad_stride_t, grad_stride_h,
     dq_stride_b, dq_stride_t, dq_stride_h,
     T, S, H, G, scale, LENGTH,
-    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """DQ of one tile of queries of one head: a walk over the keys that it sees."""
     n_tiles = tl.cdiv(T, BLOCK_T)
     t0 = (n_tiles - 1 - tl.program_id(0) % n_tiles) * BLOCK_T
     b = (tl.program_id(0) // n_tiles // H).to(tl.int64)
     h = tl.program_id(0) // n_tiles % H
-    k_head, v_head = K + b * k_stride_b + h // G * k_stride_h, V + b * v_stride_b + h // G * v_stride_h
+    k_head = K + b * k_stride_b + h // G * k_stride_h
+    v_head = V + b * v_stride_b + h // G * v_stride_h
 
     rows = t0 + tl.arange(0, BLOCK_T)
     last_key = tl.zeros([BLOCK_T], tl.int32) + S - 1
@@ -190,22 +229,25 @@ def dq_kernel(
         n_full = (S - T + t0 + 1) // BLOCK_S * BLOCK_S
         n_keys = tl.minimum(S, S - T + t0 + BLOCK_T)
 
-    q_tile = load_tile(Q + b * q_stride_b + h * q_stride_h, q_stride_t, t0, T, D, BLOCK_T, BLOCK_D, True)
-    grad_tile = load_tile(GRAD + b * grad_stride_b + h * grad_stride_h, grad_stride_t, t0, T, D, BLOCK_T, BLOCK_D, True)
+    q_head = Q + b * q_stride_b + h * q_stride_h
+    q_tile = load_tile(q_head, q_stride_t, t0, T, D, BLOCK_T, BLOCK_D, True)
+    grad_head = GRAD + b * grad_stride_b + h * grad_stride_h
+    grad_tile = load_tile(grad_head, grad_stride_t, t0, T, D, BLOCK_T, BLOCK_D, True)
     lse = tl.load(LSE + (b * H + h) * T + rows, mask=rows < T, other=float("inf"))
     delta = tl.load(DELTA + (b * H + h) * T + rows, mask=rows < T, other=0.0)
     dq = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     for s0 in range(0, n_full, BLOCK_S):
         dq = _add_keys(
-            dq, q_tile, grad_tile, lse, delta, k_head, v_head, k_stride_s, v_stride_s, s0, last_key, S, scale * LOG2_E,
-            D, BLOCK_D, BLOCK_S, False
+            dq, q_tile, grad_tile, lse, delta, k_head, v_head, k_stride_s, v_stride_s, s0, last_key,
+            S, scale * LOG2_E, D, BLOCK_D, BLOCK_S, False
         )  # fmt: skip
     for s0 in range(n_full, n_keys, BLOCK_S):
         dq = _add_keys(
-            dq, q_tile, grad_tile, lse, delta, k_head, v_head, k_stride_s, v_stride_s, s0, last_key, S, scale * LOG2_E,
-            D, BLOCK_D, BLOCK_S, True
+            dq, q_tile, grad_tile, lse, delta, k_head, v_head, k_stride_s, v_stride_s, s0, last_key,
+            S, scale * LOG2_E, D, BLOCK_D, BLOCK_S, True
         )  # fmt: skip
-    store_tile(DQ + b * dq_stride_b + h * dq_stride_h, dq_stride_t, t0, T, dq * scale, D, BLOCK_T, BLOCK_D)
+    dq_head = DQ + b * dq_stride_b + h * dq_stride_h
+    store_tile(dq_head, dq_stride_t, t0, T, dq * scale, D, BLOCK_T, BLOCK_D)
 
 
 @functools.cache
@@ -219,15 +261,21 @@ def _tuned_dq(d_head: int, dtype: torch.dtype) -> triton.runtime.Autotuner:
 
 
 def flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q (B, T, H, D), k and v (B, S, K, D), given the gradient of out (B, T, H, D) and what the forward pass
-    returned. The last dimension of every input is contiguous."""
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q (B, T, H, D), k and v (B, S, K, D).
+
+    grad: the gradient of out (B, T, H, D). out, lse (B, H, T): what the forward pass returned. The
+    last dimension of every input is contiguous.
+    """
     B, T, H, D = q.shape
     S, K = k.shape[1:3]
     constants = dict(D=D, BLOCK_D=max(16, triton.next_power_of_2(D)))
     delta = torch.empty_like(lse)
-    delta_kernel[(triton.cdiv(T, 64) * B * H,)](out, grad, delta, *out.stride()[:3], *grad.stride()[:3], T, H, **constants, BLOCK_T=64)
+    delta_kernel[(triton.cdiv(T, 64) * B * H,)](
+        out, grad, delta, *out.stride()[:3], *grad.stride()[:3], T, H, **constants, BLOCK_T=64
+    )
 
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     strides = tuple(s for x in (q, k, v, grad) for s in x.stride()[:3])

@@ -1,20 +1,21 @@
-"""Flash-Decoding: attention of a few queries over a long cache, the keys in parts that run at once, then merged.
+"""Flash-Decoding: a few queries attend to a long cache, whose keys are cut into parallel parts.
 
-Sources: Dao, Haziza, Massa and Sizov 2023 (Flash-Decoding for long-context inference); the merging is the online softmax of
-Milakov and Gimelshein 2018 once more.
+Sources: Dao, Haziza, Massa and Sizov 2023 (Flash-Decoding for long-context inference); Milakov and
+Gimelshein 2018, whose online softmax also merges the parts.
 
-In decode there is one query a sequence. The forward kernel would start B · H programs, each walking the whole cache: with
-B = 1 and H = 32 three quarters of an H100's 132 processors would idle. So the S keys are cut into n_parts, each with
-programs of its own. Part p returns for every query its own output and log-sum-exp,
+In decode there is one query per sequence. The forward kernel would start B · H programs, each
+walking the whole cache: with B = 1 and H = 32, three quarters of an H100's 132 processors would
+idle. So the S keys are cut into n_parts, each with programs of its own. Part p returns for every
+query its own output and log-sum-exp,
 
     O_p = Σ_{s in p} exp(score_s - LSE_p) v_s        LSE_p = log Σ_{s in p} exp(score_s)
 
 and the second kernel weighs them: O = Σ_p exp(LSE_p - LSE) O_p with LSE = log Σ_p exp(LSE_p).
 
-The bound is memory: each key and value is read once, for 4 · G FLOPs a number. To read it only once, the G query heads that
-share a key/value head stand as rows of one tile, together with the T queries if there are several: row r is query
-r // G, head r % G of the group. Rows of that tile that are padding (a matrix instruction wants 16) cost nothing that
-memory-bound code would notice.
+The bound is memory: each key and value is read once, for 2 · G FLOPs per number and query. To read
+it only once, the G query heads that share a key/value head are rows of one tile, for each of the T
+queries: row r is query r // G, head r % G of the group. A matrix instruction wants 16 rows; padding
+rows cost no time where memory is the bound.
 
 Not yet timed on a GPU.
 """
@@ -31,15 +32,19 @@ from minillm.kernels.tiles import load_tile
 MAX_ROWS = 32
 """The most rows T * G that one tile takes."""
 _MAX_PARTS = 128
-_CPU_PARTS = 4  # what the interpreter uses, so that it meets several parts, too
+_CPU_PARTS = 4  # in the interpreter, so that several parts are tested there, too
 
 LN_2, LOG2_E = tl.constexpr(math.log(2)), tl.constexpr(math.log2(math.e))
 
 
 def config(d_head: int, dtype: torch.dtype, n_rows: int) -> triton.Config:
-    """Keys a tile; enough loads in flight to keep the memory busy, within registers and shared memory."""
+    """Keys per tile, warps and stages.
+
+    Enough loads in flight to keep the memory busy, within registers and shared memory.
+    """
     size = 64 if d_head <= 128 else 32
-    warps, stages = 4 if n_rows <= 16 else 8, 3
+    warps = 4 if n_rows <= 16 else 8
+    stages = 3
     if dtype == torch.float32:
         size, warps, stages = (16, 4, 2) if n_rows <= 16 else (size // 2, 8, 1)
     return triton.Config({"BLOCK_S": size}, num_warps=warps, num_stages=stages)
@@ -48,15 +53,21 @@ def config(d_head: int, dtype: torch.dtype, n_rows: int) -> triton.Config:
 @triton.jit
 def part_kernel(
     Q, K, V, PART_O, PART_LSE,
-    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
+    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_s, k_stride_h,
+    v_stride_b, v_stride_s, v_stride_h,
     T, S, H, G, scale_log2, part_size, n_parts,
-    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The keys part * part_size … of one key/value head, for all T * G rows that look at it."""
+    """One part of the keys of one key/value head, for all T * G rows that attend to it.
+
+    The part is keys part * part_size … (part + 1) * part_size - 1.
+    """
     part, n_kv_heads = tl.program_id(0) % n_parts, H // G
     b = (tl.program_id(0) // n_parts // n_kv_heads).to(tl.int64)
     kv_head = tl.program_id(0) // n_parts % n_kv_heads
-    k_head, v_head = K + b * k_stride_b + kv_head * k_stride_h, V + b * v_stride_b + kv_head * v_stride_h
+    k_head = K + b * k_stride_b + kv_head * k_stride_h
+    v_head = V + b * v_stride_b + kv_head * v_stride_h
 
     rows, columns = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     t, h = rows // G, kv_head * G + rows % G
@@ -74,71 +85,91 @@ def part_kernel(
     for s0 in range(part * part_size, end, BLOCK_S):
         k_tile = load_tile(k_head, k_stride_s, s0, end, D, BLOCK_S, BLOCK_D, True)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK_R, BLOCK_S)
-        scores = tl.where(s0 + tl.arange(0, BLOCK_S)[None, :] <= last_key[:, None], scores, float("-inf"))
+        visible = s0 + tl.arange(0, BLOCK_S)[None, :] <= last_key[:, None]
+        scores = tl.where(visible, scores, float("-inf"))
         m_new = tl.maximum(m, tl.max(scores, 1) * scale_log2)
-        # A part may lie wholly in the future of a row: then all is -inf, and -inf - -inf must not become NaN.
+        # A row may see no key of this part. Then all scores are -inf, and -inf - -inf must not
+        # become NaN.
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
         weights, rescale = tl.exp2(scores * scale_log2 - shift[:, None]), tl.exp2(m - shift)
         m, total = m_new, total * rescale + tl.sum(weights, 1)
         v_tile = load_tile(v_head, v_stride_s, s0, end, D, BLOCK_S, BLOCK_D, True)
-        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision="ieee")
+        acc = acc * rescale[:, None]
+        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
 
-    row = ((b * T + t) * H + h) * n_parts + part  # PART_O (B, T, H, n_parts, D), PART_LSE (B, T, H, n_parts)
-    total = tl.where(m == float("-inf"), 1.0, total)  # a row that sees nothing here: output 0, LSE -inf
+    # PART_O (B, T, H, n_parts, D), PART_LSE (B, T, H, n_parts)
+    row = ((b * T + t) * H + h) * n_parts + part
+    # A row that sees no key here: output 0, LSE -inf.
+    total = tl.where(m == float("-inf"), 1.0, total)
     tl.store(PART_O + row[:, None] * D + columns[None, :], acc / total[:, None], mask=exists)
     tl.store(PART_LSE + row, (m + tl.log2(total)) * LN_2, mask=rows < T * G)
 
 
 @triton.jit
-def merge_kernel(PART_O, PART_LSE, OUT, n_parts, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_PARTS: tl.constexpr):
+def merge_kernel(
+    PART_O, PART_LSE, OUT, n_parts,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+):  # fmt: skip
     """Merge the parts of one query of one head."""
     row = tl.program_id(0).to(tl.int64)
     parts, columns = tl.arange(0, BLOCK_PARTS), tl.arange(0, BLOCK_D)
     lse = tl.load(PART_LSE + row * n_parts + parts, mask=parts < n_parts, other=float("-inf"))
     weights = tl.exp2((lse - tl.max(lse, 0)) * LOG2_E)  # at least one part has seen a key
     exists = (parts < n_parts)[:, None] & (columns < D)[None, :]
-    part_o = tl.load(PART_O + (row * n_parts + parts)[:, None] * D + columns[None, :], mask=exists, other=0.0)
+    addresses = PART_O + (row * n_parts + parts)[:, None] * D + columns[None, :]
+    part_o = tl.load(addresses, mask=exists, other=0.0)
     out = tl.sum(part_o * weights[:, None], 0) / tl.sum(weights, 0)
     tl.store(OUT + row * D + columns, out.to(OUT.dtype.element_ty), mask=columns < D)
 
 
 def split(n_tiles: int, n_programs: int, device: torch.device) -> tuple[int, int]:
-    """(tiles of keys a part, parts): about two programs for each of the GPU's multiprocessors, none of them empty."""
+    """(tiles of keys per part, parts) for about two programs per multiprocessor of the GPU.
+
+    n_tiles: tiles of keys of the longest sequence. n_programs: how many programs there would be
+    with a single part. No part is empty.
+    """
     wanted = _CPU_PARTS
     if device.type == "cuda":
         wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // n_programs
     n_parts = max(1, min(wanted, _MAX_PARTS))
-    tiles_a_part = triton.cdiv(n_tiles, n_parts)
-    return tiles_a_part, triton.cdiv(n_tiles, tiles_a_part)
+    tiles_per_part = triton.cdiv(n_tiles, n_parts)
+    return tiles_per_part, triton.cdiv(n_tiles, tiles_per_part)
 
 
 def merge(part_o: Tensor, part_lse: Tensor, dtype: torch.dtype) -> Tensor:
-    """Outputs of the parts (…, n_parts, D) and their log-sum-exps (…, n_parts) to the whole output (…, D) in `dtype`."""
+    """The whole output (…, D) in `dtype`, from the outputs and the log-sum-exps of the parts.
+
+    part_o (…, n_parts, D), part_lse (…, n_parts), both contiguous.
+    """
     *rows, n_parts, D = part_o.shape
     out = torch.empty(*rows, D, dtype=dtype, device=part_o.device)
     block_d, block_parts = max(16, triton.next_power_of_2(D)), triton.next_power_of_2(n_parts)
     warps = 4 if block_parts * block_d <= 16384 else 8
     merge_kernel[(part_lse.numel() // n_parts,)](
-        part_o, part_lse, out, n_parts, D=D, BLOCK_D=block_d, BLOCK_PARTS=block_parts, num_warps=warps
-    )
+        part_o, part_lse, out, n_parts,
+        D=D, BLOCK_D=block_d, BLOCK_PARTS=block_parts, num_warps=warps,
+    )  # fmt: skip
     return out
 
 
 def flash_decode(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-    """q (B, T, H, D) with T * H/K at most MAX_ROWS, k and v (B, S, K, D), the last dimension contiguous; returns
-    (B, T, H, D)."""
+    """Attention (B, T, H, D) of few queries, the keys in parts.
+
+    q (B, T, H, D) with T * H/K at most MAX_ROWS, k and v (B, S, K, D), the last dimension
+    contiguous. scale above 0.
+    """
     B, T, H, D = q.shape
     S, K = k.shape[1:3]
     block_r = max(16, triton.next_power_of_2(T * H // K))
     chosen = config(D, q.dtype, block_r)
     block_s = chosen.kwargs["BLOCK_S"]
-    tiles_a_part, n_parts = split(triton.cdiv(S, block_s), B * K, q.device)
+    tiles_per_part, n_parts = split(triton.cdiv(S, block_s), B * K, q.device)
     part_o = torch.empty(B, T, H, n_parts, D, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(B, T, H, n_parts, dtype=torch.float32, device=q.device)
     block_d = max(16, triton.next_power_of_2(D))
     part_kernel[(B * K * n_parts,)](
         q, k, v, part_o, part_lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        T, S, H, H // K, scale * math.log2(math.e), tiles_a_part * block_s, n_parts,
+        T, S, H, H // K, scale * math.log2(math.e), tiles_per_part * block_s, n_parts,
         CAUSAL=causal, D=D, BLOCK_D=block_d, BLOCK_R=block_r, **chosen.all_kwargs(),
     )  # fmt: skip
     return merge(part_o, part_lse, q.dtype)

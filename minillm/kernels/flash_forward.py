@@ -1,30 +1,36 @@
 """FlashAttention, forward: O = softmax(scale · Q Kᵀ) V without the T × S matrix.
 
-Sources: Dao et al. 2022 (FlashAttention), algorithm 1; Dao 2023 (FlashAttention-2), algorithm 1; Milakov and
-Gimelshein 2018 (online softmax).
+Sources: Dao et al. 2022 (FlashAttention), algorithm 1; Dao 2023 (FlashAttention-2), algorithm 1;
+Milakov and Gimelshein 2018 (online softmax).
 
-One program owns BLOCK_T queries of one head and walks over the keys, BLOCK_S at a time. For each of its rows it keeps
+One program owns BLOCK_T queries of one head and walks over the keys, BLOCK_S at a time. For each of
+its rows it keeps
 
     m      the largest score so far
     total  Σ exp(score - m) so far, called l in the papers
     acc    Σ exp(score - m) · v so far
 
-When a new tile of keys brings a larger maximum m', everything summed so far was divided by too small a power:
-exp(score - m') = exp(score - m) · exp(m - m'), so total and acc are multiplied by exp(m - m') and the tile's own terms
-are added. After the last tile O = acc / total. Also kept, one number a row: log Σ exp(score) = m + log total, from which the
-backward pass computes any weight again.
+When a new tile of keys brings a larger maximum m', everything summed so far was divided by too
+small a power: exp(score - m') = exp(score - m) · exp(m - m'), so total and acc are multiplied by
+exp(m - m') and the tile's own terms are added. After the last tile O = acc / total. One more number
+per row is kept: log Σ exp(score) = m + log total, from which the backward pass computes any weight
+again.
 
-What moves: each query tile reads all keys and values that it may see, so about (T / BLOCK_T) · S · 2D numbers a head,
-instead of the 4 · T · S of a matrix of scores written, read, written as weights, and read. What does not move: the scores.
+What moves: each query tile reads all keys and values that it may see, so about
+(T / BLOCK_T) · S · 2D numbers per head, instead of the 4 · T · S of a matrix of scores written,
+read, written as weights, and read. What does not move: the scores.
 
 Decisions:
-- Powers of two: the GPU has exp2, not exp, so scale · log2(e) multiplies the scores once, inside the subtraction
-  (one fused multiply-add). That needs scale > 0, because the maximum is taken before.
-- A causal program stops at the diagonal. Only the tiles on it, and the last one, are masked; the rest pay nothing for it.
-- Shared heads: query head h reads key/value head h // G where it lies. Programs of one group run side by side and find
-  the tiles in the L2 cache.
+- Powers of two: the GPU has exp2, not exp, so scale · log2(e) multiplies the scores once, inside
+  the subtraction (one fused multiply-add). That needs scale > 0, because the maximum is taken
+  before.
+- A causal program stops at the diagonal. Only the tiles on the diagonal, and the last one, are
+  masked; the others skip the comparison.
+- Shared heads: query head h reads key/value head h // G in place. Programs of one group run side by
+  side and find the tiles in the L2 cache.
 - The longest rows start first, so that the chip does not wait for one of them at the end.
-Not yet timed on a GPU: `configs` lists what compiles without spilling registers for sm_80 and sm_90, in the order expected.
+Not yet timed on a GPU: `configs` lists what compiles without spilling registers for sm_80 and
+sm_90, the one expected to be fastest first.
 """
 
 import functools
@@ -39,20 +45,31 @@ from minillm.kernels.tiles import load_tile, store_tile
 
 LN_2 = tl.constexpr(math.log(2))
 LONG = 1024
-"""On a GPU, from this many queries on, every configuration is tried once and the fastest kept; below, the first is used."""
+"""On a GPU, with this many queries or more, each configuration is tried once; the fastest is kept.
+
+With fewer, the first configuration is used.
+"""
 
 
 def configs(d_head: int, dtype: torch.dtype) -> list[triton.Config]:
-    """What to try, the default first. float32 has no exact matrix instruction, so its tiles are small."""
-    if dtype == torch.float32:
-        sizes = [(32, 32, 4, 2)] if d_head <= 64 else [(32, 16, 4, 2)] if d_head <= 128 else [(16, 16, 4, 1)]
+    """What to try, the default first.
+
+    float32 has no exact matrix instruction, so its tiles are small.
+    """
+    if dtype == torch.float32 and d_head <= 64:
+        sizes = [(32, 32, 4, 2)]
+    elif dtype == torch.float32:
+        sizes = [(32, 16, 4, 2)] if d_head <= 128 else [(16, 16, 4, 1)]
     elif d_head <= 64:
         sizes = [(128, 64, 4, 3), (128, 128, 8, 3), (64, 64, 4, 3)]
     elif d_head <= 128:
         sizes = [(128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)]
     else:
         sizes = [(64, 64, 8, 2), (128, 64, 8, 2)]
-    return [triton.Config({"BLOCK_T": t, "BLOCK_S": s}, num_warps=w, num_stages=n) for t, s, w, n in sizes]
+    return [
+        triton.Config({"BLOCK_T": t, "BLOCK_S": s}, num_warps=w, num_stages=n)
+        for t, s, w, n in sizes
+    ]
 
 
 @triton.jit
@@ -60,11 +77,15 @@ def _add_tile(
     acc, m, total, q_tile, k_head, v_head, k_stride_s, v_stride_s, s0, last_key, S, scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys and values from s0 on into acc, m and total. last_key (BLOCK_T,): the last key that each query sees."""
+    """Add the tile of keys and values that starts at s0 to acc, m and total.
+
+    last_key (BLOCK_T,): the last key that each query sees.
+    """
     k_tile = load_tile(k_head, k_stride_s, s0, S, D, BLOCK_S, BLOCK_D, MASKED)
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK_T, BLOCK_S)
     if MASKED:
-        scores = tl.where(s0 + tl.arange(0, BLOCK_S)[None, :] <= last_key[:, None], scores, float("-inf"))
+        visible = s0 + tl.arange(0, BLOCK_S)[None, :] <= last_key[:, None]
+        scores = tl.where(visible, scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1) * scale_log2)
     weights = tl.exp2(scores * scale_log2 - m_new[:, None])
     rescale = tl.exp2(m - m_new)
@@ -80,11 +101,13 @@ def flash_forward_kernel(
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_s, k_stride_h,
     v_stride_b, v_stride_s, v_stride_h, o_stride_b, o_stride_t, o_stride_h,
     T, S, H, G, scale_log2,
-    LENGTH,  # S rounded up to a power of two; only so that each magnitude is tuned once
-    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    LENGTH,  # S rounded up to a power of two, unused here: each magnitude is tuned once
+    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """OUT and LSE of one tile of queries of one head: a walk over the keys that it sees."""
-    # Whose program is this? Tile of queries fastest, then query head, then sequence.
+    # What this program owns: the tile of queries varies fastest, then the query head, then the
+    # sequence.
     n_tiles = tl.cdiv(T, BLOCK_T)
     t0 = (n_tiles - 1 - tl.program_id(0) % n_tiles) * BLOCK_T
     b = (tl.program_id(0) // n_tiles // H).to(tl.int64)
@@ -107,14 +130,17 @@ def flash_forward_kernel(
     total = tl.zeros([BLOCK_T], tl.float32)
     for s0 in range(0, n_full, BLOCK_S):
         acc, m, total = _add_tile(
-            acc, m, total, q_tile, k_head, v_head, k_stride_s, v_stride_s, s0, last_key, S, scale_log2, D, BLOCK_D, BLOCK_S, False
+            acc, m, total, q_tile, k_head, v_head, k_stride_s, v_stride_s, s0, last_key, S,
+            scale_log2, D, BLOCK_D, BLOCK_S, False
         )  # fmt: skip
     for s0 in range(n_full, n_keys, BLOCK_S):
         acc, m, total = _add_tile(
-            acc, m, total, q_tile, k_head, v_head, k_stride_s, v_stride_s, s0, last_key, S, scale_log2, D, BLOCK_D, BLOCK_S, True
+            acc, m, total, q_tile, k_head, v_head, k_stride_s, v_stride_s, s0, last_key, S,
+            scale_log2, D, BLOCK_D, BLOCK_S, True
         )  # fmt: skip
 
-    store_tile(OUT + b * o_stride_b + h * o_stride_h, o_stride_t, t0, T, acc / total[:, None], D, BLOCK_T, BLOCK_D)
+    o_head = OUT + b * o_stride_b + h * o_stride_h
+    store_tile(o_head, o_stride_t, t0, T, acc / total[:, None], D, BLOCK_T, BLOCK_D)
     tl.store(LSE + (b * H + h) * T + rows, (m + tl.log2(total)) * LN_2, mask=rows < T)
 
 
@@ -123,15 +149,20 @@ def _tuned(d_head: int, dtype: torch.dtype) -> triton.runtime.Autotuner:
     return triton.autotune(configs(d_head, dtype), key=["LENGTH", "CAUSAL"])(flash_forward_kernel)
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """q (B, T, H, D), k and v (B, S, K, D), the last dimension contiguous; returns out (B, T, H, D) and the
-    log-sum-exp of each row's scaled scores, (B, H, T) in float32."""
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output (B, T, H, D) and the log-sum-exp of each row's scaled scores, (B, H, T) in float32.
+
+    q (B, T, H, D), k and v (B, S, K, D), the last dimension contiguous. scale above 0.
+    """
     B, T, H, D = q.shape
     S, K = k.shape[1:3]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
-    arguments = (q, k, v, out, lse, *strides, T, S, H, H // K, scale * math.log2(math.e), triton.next_power_of_2(S))
+    sizes = (T, S, H, H // K, scale * math.log2(math.e), triton.next_power_of_2(S))
+    arguments = (q, k, v, out, lse, *strides, *sizes)
     constants = dict(CAUSAL=causal, D=D, BLOCK_D=max(16, triton.next_power_of_2(D)))
 
     def grid(meta: dict[str, int]) -> tuple[int]:

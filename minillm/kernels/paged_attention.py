@@ -1,18 +1,23 @@
-"""Paged attention: new tokens of many sequences look at keys and values that lie in blocks, found through a table.
+"""Paged attention: ragged queries, and keys and values in blocks that a table lists.
 
-Sources: Kwon et al. 2023 (PagedAttention), section 4.1; the split over keys is Flash-Decoding's (`flash_decode.py`).
+Sources: Kwon et al. 2023 (PagedAttention), section 4.1; the split over keys is Flash-Decoding's
+(`flash_decode.py`).
 
-The queries are ragged: the new tokens of all sequences one after another, N in all, some sequences with one (decode), some
-with hundreds (a prompt, or a chunk of one). The last new token of a sequence is its newest, so new token i of T sees keys
-0 … S - T + i. The host cuts the ragged tokens into tiles that don't cross sequences, and gives each tile its sequence and
-its first token. One program owns a tile for one key/value head; the G query heads that share it are rows of the tile, so
-that each key is loaded once for all of them: row r is token r // G of the tile, head r % G of the group.
+The queries are ragged: the new tokens of all sequences one after another, N in all. Some sequences
+have one new token (decode), others hundreds (a prompt, or a chunk of one). The new tokens are the
+last ones of their sequence, so new token i of T sees keys 0 … S - T + i. The host cuts the ragged
+tokens into tiles that don't cross sequences, and gives each tile its sequence and its first token.
+One program owns a tile for one key/value head; the G query heads that share it are rows of the
+tile, so that each key is loaded once for all of them: row r is token r // G of the tile, head r % G
+of the group.
 
-Key s of a sequence lies in block table[s // P], slot s % P. That look-up is all that differs from the other kernels: a
-tile of keys is a gather of rows, each row D numbers in one piece, so that the memory bus loses little.
+Key s of a sequence lies in block table[s // P], slot s % P. That look-up is the only difference
+from the other kernels: a tile of keys is a gather of rows. Each row is D numbers in one piece, so
+little bandwidth is lost.
 
-With n_parts > 1 each program takes part_size keys only and writes its share with its log-sum-exp; the merge is that of
-`flash_decode.py`. Parts that lie past a sequence's end have log-sum-exp -inf and weigh nothing.
+With n_parts > 1 each program takes only part_size keys and writes its share of the output with its
+log-sum-exp; the merge is that of `flash_decode.py`. Parts past a sequence's end have log-sum-exp
+-inf and weigh nothing.
 Not yet timed on a GPU.
 """
 
@@ -31,11 +36,15 @@ LN_2 = tl.constexpr(math.log(2))
 @triton.jit
 def paged_kernel(
     Q, K, V, OUT, LSE, TABLES, SEQ_LENS, QUERY_LENS, TILE_SEQUENCE, TILE_TOKEN, TILE_ROW,
-    q_stride_n, q_stride_h, k_stride_block, k_stride_slot, k_stride_h, v_stride_block, v_stride_slot, v_stride_h, table_stride,
+    q_stride_n, q_stride_h, k_stride_block, k_stride_slot, k_stride_h,
+    v_stride_block, v_stride_slot, v_stride_h, table_stride,
     H, G, P, scale_log2, part_size, n_parts,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One part of the keys of one sequence and key/value head, for a tile of rows (new token, query head) that look at it."""
+    """One part of the keys of one sequence and key/value head, for one tile of rows.
+
+    A row is a pair of a new token and a query head that attends to these keys.
+    """
     part, n_kv_heads = tl.program_id(0) % n_parts, H // G
     tile = tl.program_id(0) // n_parts // n_kv_heads
     kv_head = tl.program_id(0) // n_parts % n_kv_heads
@@ -47,17 +56,20 @@ def paged_kernel(
     n = (tl.load(TILE_ROW + tile) + rows // G).to(tl.int64)  # where the token is among all N
     rows_exist = (rows < BLOCK_R // G * G) & (t < T)
     exists = rows_exist[:, None] & (columns < D)[None, :]
-    q_tile = tl.load(Q + (n * q_stride_n + h * q_stride_h)[:, None] + columns[None, :], mask=exists, other=0.0)
+    q_rows = Q + (n * q_stride_n + h * q_stride_h)[:, None]
+    q_tile = tl.load(q_rows + columns[None, :], mask=exists, other=0.0)
 
     last_key = S - T + tl.minimum(t, T - 1)
     begin = part * part_size
-    end = tl.minimum(tl.minimum(begin + part_size, S), S - T + first + BLOCK_R // G)  # no row of the tile sees more
+    seen = S - T + first + BLOCK_R // G  # keys that the tile's last row sees
+    end = tl.minimum(tl.minimum(begin + part_size, S), seen)
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     for s0 in range(begin, end, BLOCK_S):
         s = s0 + tl.arange(0, BLOCK_S)
-        block = tl.load(TABLES + sequence * table_stride + s // P, mask=s < end, other=0).to(tl.int64)
+        entries = TABLES + sequence * table_stride + s // P
+        block = tl.load(entries, mask=s < end, other=0).to(tl.int64)
         present = (s < end)[:, None] & (columns < D)[None, :]
         k_rows = block * k_stride_block + s % P * k_stride_slot + kv_head * k_stride_h
         k_tile = tl.load(K + k_rows[:, None] + columns[None, :], mask=present, other=0.0)
@@ -65,31 +77,39 @@ def paged_kernel(
         visible = (s < end)[None, :] & (s[None, :] <= last_key[:, None])
         scores = tl.where(visible, scores, float("-inf"))
         m_new = tl.maximum(m, tl.max(scores, 1) * scale_log2)
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: -inf - -inf must not become NaN
+        # A row that has seen no key yet: -inf - -inf must not become NaN.
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
         weights, rescale = tl.exp2(scores * scale_log2 - shift[:, None]), tl.exp2(m - shift)
         m, total = m_new, total * rescale + tl.sum(weights, 1)
         v_rows = block * v_stride_block + s % P * v_stride_slot + kv_head * v_stride_h
         v_tile = tl.load(V + v_rows[:, None] + columns[None, :], mask=present, other=0.0)
-        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision="ieee")
+        acc = acc * rescale[:, None]
+        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
 
     total = tl.where(m == float("-inf"), 1.0, total)
     row = (n * H + h) * n_parts + part  # OUT (N, H, n_parts, D), LSE (N, H, n_parts)
-    tl.store(OUT + row[:, None] * D + columns[None, :], (acc / total[:, None]).to(OUT.dtype.element_ty), mask=exists)
+    out = (acc / total[:, None]).to(OUT.dtype.element_ty)
+    tl.store(OUT + row[:, None] * D + columns[None, :], out, mask=exists)
     tl.store(LSE + row, (m + tl.log2(total)) * LN_2, mask=rows_exist)
 
 
 def rows_of_a_tile(longest_query: int, group: int, dtype: torch.dtype) -> int:
-    """16 rows when every sequence has a single token or so, 64 when there are prompts among them; in float32, which has no
-    matrix instruction, more than 16 would not fit into the registers."""
+    """16 rows when the longest query fits into them, otherwise 64; never fewer than the group.
+
+    In float32, which has no matrix instruction, more than 16 would not fit into the registers.
+    """
     enough = longest_query * group <= 16 or dtype == torch.float32
     return max(16 if enough else 64, triton.next_power_of_2(group))
 
 
-def tiles(query_lens: list[int], tokens_a_tile: int) -> tuple[list[int], list[int], list[int]]:
-    """Of every tile: its sequence, its first token within that sequence, and that token's row among all N."""
+def tiles(query_lens: list[int], tokens_per_tile: int) -> tuple[list[int], list[int], list[int]]:
+    """Three lists with one number per tile of queries.
+
+    The tile's sequence, its first token within that sequence, and that token's row among all N.
+    """
     sequence, token, row, start = [], [], [], 0
     for i, n in enumerate(query_lens):
-        for first in range(0, n, tokens_a_tile):
+        for first in range(0, n, tokens_per_tile):
             sequence.append(i)
             token.append(first)
             row.append(start + first)
@@ -98,28 +118,31 @@ def tiles(query_lens: list[int], tokens_a_tile: int) -> tuple[list[int], list[in
 
 
 def paged_forward(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, seq_lens: Tensor, query_lens: Tensor, tile_arrays: Tensor,
-    block_r: int, longest: int, scale: float,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, seq_lens: Tensor,
+    query_lens: Tensor, tile_arrays: Tensor, block_r: int, longest: int, scale: float,
 ) -> Tensor:  # fmt: skip
-    """q (N, H, D), pages (n_blocks, P, K, D), tables (n_seqs, max_blocks) int32, seq_lens and query_lens (n_seqs,) int32,
-    tile_arrays (3, n_tiles) int32 as `tiles` gives them for block_r // G tokens a tile; returns (N, H, D).
+    """Attention (N, H, D) of ragged queries to keys and values in blocks.
 
-    longest: no sequence has more keys; the launch depends on it alone, never on what the tensors hold, so that a captured
-    CUDA graph stays right. The last dimension of q and of the pages is contiguous.
+    q (N, H, D), pages (n_blocks, P, K, D), tables (n_seqs, max_blocks) int32, seq_lens and
+    query_lens (n_seqs,) int32, tile_arrays (3, n_tiles) int32 as `tiles` gives them for
+    block_r // G tokens per tile. The last dimension of q and of the pages is contiguous. scale
+    above 0.
+    longest: no sequence has more keys. The launch depends on this number and on shapes, never on
+    what the tensors hold, so that a captured CUDA graph stays right.
     """
     N, H, D = q.shape
     P, K = k_pages.shape[1:3]
     n_tiles = tile_arrays.shape[1]
     chosen = config(D, q.dtype, block_r)
     block_s = chosen.kwargs["BLOCK_S"]
-    tiles_a_part, n_parts = split(triton.cdiv(longest, block_s), n_tiles * K, q.device)
+    tiles_per_part, n_parts = split(triton.cdiv(longest, block_s), n_tiles * K, q.device)
     dtype = q.dtype if n_parts == 1 else torch.float32
     part_out = torch.empty(N, H, n_parts, D, dtype=dtype, device=q.device)
     part_lse = torch.empty(N, H, n_parts, dtype=torch.float32, device=q.device)
     paged_kernel[(n_tiles * K * n_parts,)](
         q, k_pages, v_pages, part_out, part_lse, tables, seq_lens, query_lens, *tile_arrays,
         *q.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3], tables.stride(0),
-        H, H // K, P, scale * math.log2(math.e), tiles_a_part * block_s, n_parts,
+        H, H // K, P, scale * math.log2(math.e), tiles_per_part * block_s, n_parts,
         D=D, BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_R=block_r, **chosen.all_kwargs(),
     )  # fmt: skip
     return part_out[:, :, 0] if n_parts == 1 else merge(part_out, part_lse, q.dtype)

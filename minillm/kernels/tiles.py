@@ -9,7 +9,8 @@ import triton.language as tl
 
 @triton.jit
 def _addresses(base, row_stride, first, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    # The tile's corner in 64 bits: row number times stride may pass 2**31. Inside a tile 32 bits do.
+    # The tile's corner in 64 bits: row number times stride may pass 2**31. Inside a tile, 32 bits
+    # are enough.
     corner = base + tl.cast(first, tl.int64) * row_stride
     return corner + tl.arange(0, BLOCK_ROWS)[:, None] * row_stride + tl.arange(0, BLOCK_D)[None, :]
 
@@ -19,7 +20,7 @@ def load_tile(
     base, row_stride, first, n_rows,
     D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CHECK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_ROWS, BLOCK_D). CHECK_ROWS False promises that all rows exist, and saves the comparison."""
+    """(BLOCK_ROWS, BLOCK_D). CHECK_ROWS False promises that all rows exist; saves a comparison."""
     addresses = _addresses(base, row_stride, first, BLOCK_ROWS, BLOCK_D)
     columns_exist = tl.arange(0, BLOCK_D)[None, :] < D
     if CHECK_ROWS:
@@ -33,7 +34,12 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(base, row_stride, first, n_rows, tile, D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+def store_tile(
+    base, row_stride, first, n_rows, tile,
+    D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Write `tile` (BLOCK_ROWS, BLOCK_D) in the dtype of `base`."""
-    exists = (tl.arange(0, BLOCK_ROWS)[:, None] < n_rows - first) & (tl.arange(0, BLOCK_D)[None, :] < D)
-    tl.store(_addresses(base, row_stride, first, BLOCK_ROWS, BLOCK_D), tile.to(base.dtype.element_ty), mask=exists)
+    rows_exist = tl.arange(0, BLOCK_ROWS)[:, None] < n_rows - first
+    columns_exist = tl.arange(0, BLOCK_D)[None, :] < D
+    addresses = _addresses(base, row_stride, first, BLOCK_ROWS, BLOCK_D)
+    tl.store(addresses, tile.to(base.dtype.element_ty), mask=rows_exist & columns_exist)

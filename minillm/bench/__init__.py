@@ -1,0 +1,13 @@
+"""The benchmarks: `python -m minillm bench NAME`, or `python -m minillm.bench NAME`.
+
+Each states its bound first (bytes over measured bandwidth, or FLOPs over measured peak), then
+times this package and its peers alternately in one run, and writes every repeat with hardware,
+versions and date to `figures/data/NAME.HARDWARE.json`. The README's results table is generated
+from those files. Medians; ratios before absolute times, because machines are noisy.
+
+    recording.py   the file, alternating, timing kernels       decode.py, prefill.py, attention.py,
+    peers.py       the same work by other libraries            serve.py, serve_gpu.py, load.py:
+    tables.py      the README's table                          one benchmark each
+"""
+
+BENCHMARKS = ("decode", "prefill", "attention", "serve", "load")

@@ -1,0 +1,95 @@
+"""Greedy cached decoding, batch 1, against the time to read all weights, and transformers.
+
+Where the time goes on two CPU threads, SmolLM2-135M in float32 (a bound of 16.4 ms, 26 ms
+measured on a Xeon): the matrix products alone take 19.7 ms, because each of the 121 pays a
+start-up; the rest is the dozen small operations between two products of a layer. The same
+operations take 3.2 ms when no product is run: the weights sweep the caches, and Python and PyTorch
+are fetched from memory anew after each. Tried without gain: weights in huge pages (0%), oneDNN's
+and MKL's packed weights (slower, equal), torch.compile around the small operations (8% slower).
+Gained: one product for q, k, v and one for gate, up; rotary positions as two fused operations; no
+mask and no expanded heads for one token; one module a layer. Stored transposed, the weights are
+read 3% faster; not worth the puzzle.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from minillm import costs
+from minillm.bench.peers import has, transformers_generate, transformers_twin
+from minillm.bench.recording import Recording, alternate, dtype_name
+from minillm.config import ModelConfig
+from minillm.generate import generate
+from minillm.measure import read_bandwidth, seconds
+from minillm.model import Decoder
+from minillm.weights import load
+
+
+def bench(device: torch.device) -> Path:
+    """The default checkpoint, and on a GPU Llama-3-8B's shapes with random weights."""
+    model, tokenizer = load(device=device)
+    prompt = tokenizer.encode("The three laws of robotics are")
+    settings = {"model": model.config.name, "prompt_tokens": len(prompt), "new_tokens": 64}
+    recording = Recording("decode", device, settings)
+    measure_decode(recording, model, prompt, 64)
+    if device.type == "cuda":
+        del model
+        measure_decode(recording, llama_3_8b(device), prompt, 64, peer=False)
+    return recording.path
+
+
+def llama_3_8b(device: torch.device) -> Decoder:
+    """Its shapes with random weights in bfloat16: speed does not depend on what they say."""
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = Decoder(ModelConfig.preset("llama-3-8b")).eval().requires_grad_(False)
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+def decode_seconds(generate_n: Callable[[int], Any], n: int, device: torch.device) -> float:
+    """Seconds per decoded token: a run of n + 1 new tokens less a run of one, so less prefill."""
+    one = seconds(lambda: generate_n(1), device)
+    return (seconds(lambda: generate_n(n + 1), device) - one) / n
+
+
+def measure_decode(
+    recording: Recording,
+    model: Decoder,
+    prompt: list[int],
+    n: int,
+    *,
+    peer: bool = True,
+    repeats: int = 7,
+) -> None:
+    """One row: tokens per second of `generate`, of the bound, and against transformers."""
+    device, dtype, name = model.device, dtype_name(model.dtype), model.config.name
+    moved = costs.decode_bytes(model.config, 1, len(prompt) + n // 2, dtype)
+    fns = {"minillm": lambda: decode_seconds(lambda k: generate(model, prompt, k), n, device)}
+    if peer and has("transformers", recording, "transformers"):
+        twin = transformers_twin(model)
+        fns["transformers"] = lambda: decode_seconds(
+            lambda k: transformers_generate(twin, prompt, k), n, device
+        )
+    bandwidth = [read_bandwidth(device, model.dtype) for _ in range(repeats)]
+    times = alternate(fns, repeats)
+    took = {who: median(values) for who, values in times.items()}
+    ours, bound = took.pop("minillm"), moved / median(bandwidth)
+    print(f"decode, {name}, {dtype}: each token reads {moved / 1e6:.0f} MB")
+    print(f"  bound at {median(bandwidth) / 1e9:.1f} GB/s: {bound * 1e3:6.2f} ms")
+    print(f"  minillm:             {ours * 1e3:6.2f} ms   {bound / ours:.0%} of the bound")
+    for who, theirs in took.items():
+        print(f"  {who + ':':20} {theirs * 1e3:6.2f} ms   minillm is {theirs / ours:.2f} × as fast")
+    row = {
+        "what": f"decode, {name}, {dtype}",
+        "value": 1 / ours,
+        "unit": "tokens/s",
+        "of_bound": bound / ours,
+        "against": {who: theirs / ours for who, theirs in took.items()},
+    }
+    named = {"bandwidth": bandwidth} | times
+    prefix = "llama-3-8b " if name == "llama-3-8b" else ""
+    recording.add(row, {prefix + key: values for key, values in named.items()})

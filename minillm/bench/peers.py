@@ -1,0 +1,131 @@
+"""The peers: the same work by other libraries, in the same run.
+
+A package that is not installed is a gap in the results, not an error.
+"""
+
+import importlib.util
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
+
+import torch
+
+from minillm.bench.recording import Recording
+from minillm.model import Decoder
+from minillm.weights import fetch_default, parameter_sources
+from minillm.workload import Load
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+LLAMA_CPP = "llama.cpp (computes in 4 bit)"
+
+
+def has(package: str, recording: Recording, peer: str) -> bool:
+    """Whether the package of a peer is installed; if not, the recording notes the gap."""
+    if importlib.util.find_spec(package) is not None:
+        return True
+    recording.gap(peer, f"{package} is not installed")
+    return False
+
+
+def transformers_twin(model: Decoder) -> "LlamaForCausalLM":
+    """The same weights in Hugging Face transformers' Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    c = model.config
+    config = LlamaConfig(
+        vocab_size=c.vocab_size,
+        hidden_size=c.d_model,
+        intermediate_size=c.d_ff,
+        num_hidden_layers=c.n_layers,
+        num_attention_heads=c.n_heads,
+        num_key_value_heads=c.n_kv_heads,
+        head_dim=c.d_head,
+        rms_norm_eps=c.norm_eps,
+        max_position_embeddings=c.max_seq_len,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+        tie_word_embeddings=c.tie_embeddings,
+    )
+    with torch.device(model.device):
+        twin = LlamaForCausalLM(config).to(model.dtype).eval()
+    theirs, ours = dict(twin.named_parameters()), dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parts in parameter_sources(c).items():
+            pieces = ours[name].split([shape[0] for shape in parts.values()])
+            for part, rows in zip(parts, pieces, strict=True):
+                theirs[part].copy_(rows)
+    return twin
+
+
+def transformers_generate(twin: "LlamaForCausalLM", prompt: list[int], n: int) -> None:
+    """`n` new tokens of one sequence, greedy."""
+    transformers_static_batch(twin, [prompt], n)
+
+
+@torch.inference_mode()
+def transformers_static_batch(
+    twin: "LlamaForCausalLM", prompts: Sequence[list[int]], n: int
+) -> None:
+    """`n` new tokens of each prompt in one batch, padded to the longest; greedy."""
+    longest = max(map(len, prompts))
+    padded = [[0] * (longest - len(p)) + p for p in prompts]
+    mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
+    ids, seen = torch.tensor(padded, device=twin.device), torch.tensor(mask, device=twin.device)
+    limits = {"max_new_tokens": n, "min_new_tokens": n, "do_sample": False, "pad_token_id": 0}
+    out = twin.generate(ids, attention_mask=seen, **limits)
+    assert out.shape == (len(prompts), longest + n)
+
+
+def transformers_continuous(twin: "LlamaForCausalLM", requests: Sequence[Load]) -> None:
+    """All requests through transformers' continuous batching."""
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with twin.continuous_batching_context_manager(
+        generation_config=config, block=True, timeout=5
+    ) as manager:
+        for request in requests:
+            manager.add_request(list(request.prompt_ids), max_new_tokens=request.max_new_tokens)
+        finished = 0
+        while finished < len(requests):
+            result = manager.get_result(timeout=1)
+            if result is None and not manager.is_running():
+                raise RuntimeError("transformers stopped before all requests were done.")
+            finished += result is not None and result.is_finished()
+
+
+def llama_cpp_seconds(prompts: list[list[int]], lengths: list[int], n_threads: int) -> float:
+    """Seconds that llama.cpp's server needs with 8 slots.
+
+    In a process of its own: its idle threads would slow the others.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_llama_cpp, prompts, lengths, n_threads).result()
+
+
+def _llama_cpp(prompts: list[list[int]], lengths: list[int], n_threads: int) -> float:
+    """The default checkpoint in llama.cpp's server, which multiplies in the file's 4-bit format.
+
+    Loading is not counted.
+    """
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(fetch_default())
+    params.n_parallel, params.n_ctx, params.verbosity = 8, 8 * 512, -1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = n_threads
+    server = xllamacpp.Server(params)
+
+    def ask(prompt: list[int], n: int) -> int:
+        options = {"temperature": 0, "ignore_eos": True, "cache_prompt": False}
+        answer = server.handle_completions({"prompt": prompt, "n_predict": n} | options)
+        return answer["usage"]["completion_tokens"]
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert set(pool.map(ask, prompts, [2] * len(prompts))) == {2}  # warm up
+        start = time.perf_counter()
+        assert list(pool.map(ask, prompts, lengths)) == lengths
+        return time.perf_counter() - start

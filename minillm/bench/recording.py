@@ -1,0 +1,111 @@
+"""Recording a benchmark: every repeat with hardware, versions and date, written part by part."""
+
+import datetime
+import json
+import platform
+import re
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minillm.folders import data_folder
+from minillm.measure import cpu_name, seconds
+
+PACKAGES = ("torch", "triton", "numpy", "transformers", "xllamacpp")
+
+Repeats = dict[str, list[float]]
+
+
+def hardware_label(device: torch.device) -> str:
+    """Short name for file names and tables: "nvidia-h200", or "cpu-2-threads"."""
+    on_gpu = device.type == "cuda"
+    threads = torch.get_num_threads()
+    name = torch.cuda.get_device_name(device) if on_gpu else f"cpu {threads} threads"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+class Recording:
+    """One benchmark's file, `NAME.HARDWARE.json`; each `add` writes all that is known so far.
+
+    So a benchmark that is cut short has recorded the parts that were done. folder:
+    `figures/data/` unless given.
+    """
+
+    def __init__(
+        self, name: str, device: torch.device, settings: dict[str, Any], folder: Path | None = None
+    ):
+        self.device = device
+        self._gaps: dict[str, str] = {}
+        label = hardware_label(device)
+        on_gpu = device.type == "cuda"
+        self.document: dict[str, Any] = {
+            "name": name,
+            "hardware": {
+                "label": label,
+                "name": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
+            },
+            "versions": {"python": platform.python_version()}
+            | {package: _version(package) for package in PACKAGES},
+            "date": datetime.date.today().isoformat(),
+            "settings": settings,
+            "rows": [],
+            "repeats": {},
+        }
+        self.path = (folder or data_folder()) / f"{name}.{label}.json"
+
+    def gap(self, peer: str, reason: str) -> None:
+        """Note that the peer cannot be measured; every row from now on says so."""
+        print(f"  {peer}: {reason}")
+        self._gaps[peer] = reason
+
+    def add(self, row: dict[str, Any] | None, repeats: Repeats) -> None:
+        """Add a part: the row that the README shows, if any, and the raw numbers behind it.
+
+        A row has "what", "value" and "unit"; it may have "of_bound", and "against" with a ratio
+        for each peer.
+        """
+        if row is not None:
+            self.document["rows"].append(row | ({"gaps": dict(self._gaps)} if self._gaps else {}))
+        self.document["repeats"] |= repeats
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.document, indent=1) + "\n")
+
+
+def alternate(fns: dict[str, Callable[[], float]], repeats: int) -> Repeats:
+    """Call each function twice to warm up, then `repeats` times in turn.
+
+    Every other round goes in the opposite order, so that no function always runs first. Each
+    returns its own measurement.
+    """
+    results: Repeats = {name: [] for name in fns}
+    for i in range(repeats + 2):
+        for name in list(fns) if i % 2 else reversed(fns):
+            results[name].append(fns[name]())
+    return {name: values[2:] for name, values in results.items()}
+
+
+def kernel_seconds(fn: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one call.
+
+    GPU kernels are timed by Triton's own benchmark: events on the device, caches flushed between.
+    """
+    if device.type != "cuda":
+        return seconds(fn, device)
+    from triton.testing import do_bench
+
+    return do_bench(fn, warmup=5, rep=30, return_mode="median") / 1e3
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")

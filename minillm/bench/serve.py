@@ -1,0 +1,215 @@
+"""Many requests through the engine, against its peers; paging's waste; prefixes; the overhead.
+
+16 concurrent short requests against one at a time, transformers' static batch and (on a CPU)
+llama.cpp's server. With answers of one length a static batch wastes nothing, and what is compared
+is the forward pass alone. With answers like Azure's, some short and some long, a static batch
+computes them all until the longest is done.
+The bound is a decode step's bytes, weights once for all 16. A CPU does not reach it: with 16 rows a
+matrix product is no longer bound by memory; `minillm.prepack`, used here on a CPU, says how far it
+is and what was tried.
+"""
+
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm.bench.peers import (
+    LLAMA_CPP,
+    has,
+    llama_cpp_seconds,
+    transformers_static_batch,
+    transformers_twin,
+)
+from minillm.bench.recording import Recording, alternate, dtype_name
+from minillm.engine import Engine, EngineConfig
+from minillm.fragmentation import simulate
+from minillm.generate import generate
+from minillm.measure import seconds
+from minillm.metrics import Objective, summarize
+from minillm.model import Decoder
+from minillm.prepack import prepack
+from minillm.sampling import Sampling
+from minillm.weights import load
+from minillm.workload import AZURE_OUTPUT, AZURE_PROMPT, azure_load, draw_length, serve
+
+_TOPICS = ("Rome", "salt", "the moon", "a spoon", "rivers", "glass", "an owl", "music")
+
+
+def bench(device: torch.device) -> Path:
+    """The default checkpoint, and on a GPU Llama-3-8B's shapes with random weights."""
+    model, tokenizer = load(device=device)
+    asked = [f"Write {size} story about {t}." for size in ("a short", "a long") for t in _TOPICS]
+    prompts = [tokenizer.encode(text) for text in asked]
+    generator = random.Random(0)
+    many = [draw_length(AZURE_OUTPUT, generator, 0.2) for _ in prompts]
+    answers = {"of one length": [48] * len(prompts), "of many lengths": many}
+    lengths = [len(prompt) for prompt in prompts]
+    settings = {"model": model.config.name, "prompt_tokens": lengths, "new_tokens": answers}
+    recording = Recording("serve", device, settings)
+    served = prepack(model) if device.type == "cpu" else model
+    measure_requests(recording, model, served, prompts, answers, llama_cpp=device.type == "cpu")
+    measure_paging_waste(recording)
+    measure_prefix(recording, served)
+    measure_overhead(recording, served)
+    if device.type == "cuda":
+        from minillm.bench.serve_gpu import measure_large
+
+        del model, served
+        measure_large(recording)
+    return recording.path
+
+
+def measure_requests(
+    recording: Recording,
+    model: Decoder,
+    served: Decoder,
+    prompts: list[list[int]],
+    answers: dict[str, list[int]],
+    *,
+    llama_cpp: bool,
+    repeats: int = 5,
+) -> None:
+    """A row for each kind of answers: tokens per second of the engine, with `served`, and peers.
+
+    Only tokens that were asked for count.
+    """
+    device = model.device
+    config = EngineConfig(n_blocks=256, max_seqs=16, cuda_graphs=device.type == "cuda")
+    engine = Engine(served, config)
+    twin = None
+    if has("transformers", recording, "transformers"):
+        twin = transformers_twin(model)
+    llama_cpp = llama_cpp and has("xllamacpp", recording, LLAMA_CPP)
+    for kind, lengths in answers.items():
+        calls: dict[str, Callable[[], Any]] = {
+            "minillm": partial(_serve_all, engine, prompts, lengths),
+            "one at a time": partial(_one_by_one, model, prompts, lengths),
+        }
+        if twin is not None:
+            longest = max(lengths)
+            calls["transformers"] = partial(transformers_static_batch, twin, prompts, longest)
+        timed = {name: partial(seconds, call, device) for name, call in calls.items()}
+        if llama_cpp:
+            threads = torch.get_num_threads()
+            timed[LLAMA_CPP] = partial(llama_cpp_seconds, prompts, lengths, threads)
+        times = alternate(timed, repeats)
+        took = {name: median(values) for name, values in times.items()}
+        what = f"serve {len(prompts)} requests at once, answers {kind}, {dtype_name(model.dtype)}"
+        in_words = ", ".join(f"{name} {sum(lengths) / t:,.0f}" for name, t in took.items())
+        print(f"{what}: {in_words} tokens/s")
+        ours = took.pop("minillm")
+        row = {
+            "what": what,
+            "value": sum(lengths) / ours,
+            "unit": "tokens/s",
+            "against": {name: t / ours for name, t in took.items()},
+        }
+        recording.add(row, {f"{name}, answers {kind}": values for name, values in times.items()})
+
+
+def _serve_all(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> None:
+    engine.cache.manager.reset()  # a prompt met a second time would be cheaper
+    asked = list(zip(prompts, lengths, strict=True))
+    ids = [engine.submit(prompt, n) for prompt, n in asked]
+    out = engine.run()
+    assert [len(out[i].tokens) for i in ids] == lengths
+
+
+def _one_by_one(model: Decoder, prompts: list[list[int]], lengths: list[int]) -> None:
+    for prompt, n in zip(prompts, lengths, strict=True):
+        generate(model, prompt, n)
+
+
+def measure_paging_waste(recording: Recording, *, n_requests: int = 300, repeats: int = 5) -> None:
+    """One row: mean share of empty slots in the blocks handed out, in a simulation."""
+
+    def waste(seed: int) -> float:
+        generator = random.Random(seed)
+        trace = [
+            (draw_length(AZURE_PROMPT, generator), draw_length(AZURE_OUTPUT, generator))
+            for _ in range(n_requests)
+        ]
+        samples = simulate(trace, "paged", n_slots=65536, max_len=8192)
+        return sum(s.internal for s in samples) / sum(s.internal + s.used for s in samples)
+
+    values = [waste(seed) for seed in range(repeats)]
+    what = "empty slots in allocated blocks of 16, Azure-like requests"
+    _add_share(recording, what, median(values), {"waste": values})
+
+
+def measure_prefix(recording: Recording, model: Decoder, n: int = 512, repeats: int = 9) -> None:
+    """One row: TTFT of a request whose first `n` tokens are known, over that of the first time."""
+    first, again = [], []
+    for seed in range(repeats):
+        generator, vocab = random.Random(seed), model.config.vocab_size
+        prefix, *ends = ([generator.randrange(vocab) for _ in range(k)] for k in (n, 16, 16))
+        engine = Engine(model, EngineConfig(n_blocks=n // 8 + 16, max_batch_tokens=2 * n))
+        for end, into in zip(ends, (first, again), strict=True):
+            request = engine.submit(prefix + end, 1)
+            into.append(engine.run()[request].ttft)
+    ratio = median(b / a for a, b in zip(first, again, strict=True))
+    what = f"TTFT with a known prefix of {n} tokens, of the first time's"
+    _add_share(recording, what, ratio, {"first": first, "again": again})
+
+
+def measure_overhead(
+    recording: Recording, model: Decoder, n: int = 64, n_new: int = 16, repeats: int = 5
+) -> None:
+    """Two rows: the share of the steps' time outside the model, greedy and with sampled tokens.
+
+    `n` requests decode. What counts is scheduling, block tables, the batch's tensors, picking
+    tokens, statistics.
+    """
+    kinds = {"": None, ", sampled (top-k 40)": Sampling(0.8, top_k=40, seed=0)}
+    for kind, sampling in kinds.items():
+        shares = [_overhead(model, n, n_new, sampling) for _ in range(repeats)]
+        what = f"time of a step outside the model, {n} running{kind}"
+        _add_share(recording, what, median(shares), {f"overhead{kind}": shares})
+
+
+def _overhead(model: Decoder, n: int, n_new: int, sampling: Sampling | None) -> float:
+    engine = Engine(model, EngineConfig(n_blocks=8 * n, max_seqs=n))
+    for i in range(n):
+        engine.submit([1 + i % (model.config.vocab_size - 1)] * 8, n_new, sampling=sampling)
+    inside = 0.0
+
+    def timed(part: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*arguments: Any) -> Tensor:
+            nonlocal inside
+            results: list[Tensor] = []
+            inside += seconds(lambda: results.append(part(*arguments)), model.device)
+            return results[0]
+
+        return call
+
+    parts = {"hidden": timed(model.hidden), "head": timed(model.head), "device": model.device}
+    engine.model = SimpleNamespace(**parts)
+    start = time.perf_counter()
+    engine.run()
+    return 1 - inside / (time.perf_counter() - start)
+
+
+def _add_share(
+    recording: Recording, what: str, share: float, repeats: dict[str, list[float]]
+) -> None:
+    print(f"{what}: {100 * share:.2f}%")
+    recording.add({"what": what, "value": 100 * share, "unit": "%"}, repeats)
+
+
+def load_test(device: torch.device, rate: float, n_requests: int, seed: int = 0) -> None:
+    """Serve `n_requests` at `rate` a second and print what their users felt.
+
+    Lengths are like Azure's, scaled to a tenth.
+    """
+    model, _ = load(device=device)
+    engine = Engine(model, EngineConfig(n_blocks=1024, max_seqs=32, max_batch_tokens=256))
+    load_ = azure_load(rate, n_requests, model.config.vocab_size, scale=0.1, seed=seed)
+    print(summarize(serve(engine, load_), Objective(ttft=1.0, tpot=0.2)))

@@ -1,0 +1,139 @@
+"""Serving Llama-3-8B's shapes on a GPU; part of the benchmark serve. Not run on a GPU yet.
+
+One user with CUDA graphs against the bound of the memory; 256 requests at once against
+transformers' continuous batching; paged against contiguous attention at the same work.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from minillm import costs
+from minillm.attention import attention
+from minillm.bench.decode import llama_3_8b
+from minillm.bench.peers import has, transformers_continuous, transformers_twin
+from minillm.bench.recording import Recording, alternate, kernel_seconds
+from minillm.engine import Engine, EngineConfig
+from minillm.measure import read_bandwidth, seconds
+from minillm.model import Decoder
+from minillm.ragged import RaggedLayout
+from minillm.workload import azure_load, serve
+
+
+def measure_large(recording: Recording) -> None:
+    """All three, in this order."""
+    large = llama_3_8b(recording.device)
+    measure_one_user(recording, large, cuda_graphs=True)
+    config = EngineConfig(n_blocks=8192, max_seqs=256, max_batch_tokens=2048, cuda_graphs=True)
+    measure_many(recording, large, config, n_requests=256)
+    measure_layouts(recording)
+
+
+def measure_one_user(
+    recording: Recording, model: Decoder, *, cuda_graphs: bool, n: int = 128, repeats: int = 7
+) -> None:
+    """One row: tokens per second of one request through the engine, of the bound."""
+    device, dtype = model.device, model.dtype
+    alone = Engine(model, EngineConfig(n_blocks=32, max_seqs=1, cuda_graphs=cuda_graphs))
+
+    def tpot() -> float:
+        request = alone.submit(list(range(8)), n + 1)
+        return alone.run()[request].tpot
+
+    bandwidth = [read_bandwidth(device, dtype) for _ in range(repeats)]
+    times = [tpot() for _ in range(repeats + 2)][2:]
+    bound = costs.decode_bytes(model.config, 1, 8 + n // 2, dtype) / median(bandwidth)
+    row = {
+        "what": f"decode with CUDA graphs, {model.config.name}, bfloat16",
+        "value": 1 / median(times),
+        "unit": "tokens/s",
+        "of_bound": bound / median(times),
+    }
+    _print(row)
+    recording.add(row, {"8b bandwidth": bandwidth, "8b tpot": times})
+
+
+def measure_many(
+    recording: Recording,
+    model: Decoder,
+    config: EngineConfig,
+    n_requests: int,
+    *,
+    scale: float = 0.25,
+    repeats: int = 5,
+) -> None:
+    """One row: output tokens per second, all requests sent at once."""
+    requests = azure_load(math.inf, n_requests, model.config.vocab_size, scale=scale)
+    tokens, engine = sum(request.max_new_tokens for request in requests), Engine(model, config)
+
+    def ours() -> None:
+        engine.cache.manager.reset()
+        serve(engine, requests)
+
+    fns = {"minillm": partial(seconds, ours, model.device)}
+    peer = "transformers' continuous batching"
+    if model.device.type == "cuda" and has("transformers", recording, peer):
+        twin = transformers_twin(model)
+        fns[peer] = partial(seconds, partial(transformers_continuous, twin, requests), model.device)
+    times = alternate(fns, repeats)
+    took = {name: median(values) for name, values in times.items()}
+    ours_took = took.pop("minillm")
+    row = {
+        "what": f"{n_requests} requests at once, {model.config.name}, bfloat16",
+        "value": tokens / ours_took,
+        "unit": "tokens/s",
+        "against": {name: theirs / ours_took for name, theirs in took.items()},
+    }
+    _print(row)
+    recording.add(row, {f"{n_requests} requests, {name}": v for name, v in times.items()})
+
+
+def measure_layouts(
+    recording: Recording, n: int = 64, length: int = 2048, repeats: int = 7
+) -> None:
+    """One row: the speed of paged attention over that of contiguous, at the same work."""
+    device = recording.device
+    calls = paged_and_contiguous(device, n, length)
+    fns = {name: partial(kernel_seconds, call, device) for name, call in calls.items()}
+    times = alternate(fns, repeats)
+    row = {
+        "what": f"paged attention, {n} sequences of {length}",
+        "value": median(times["contiguous"]) / median(times["paged"]),
+        "unit": "× contiguous",
+    }
+    _print(row)
+    recording.add(row, times)
+
+
+def paged_and_contiguous(
+    device: torch.device, n: int, length: int
+) -> dict[str, Callable[[], Tensor]]:
+    """One new token of each of `n` sequences: the same numbers, laid out both ways.
+
+    32 heads on 8 of 128 dimensions.
+    """
+    size, dtype = 16, torch.bfloat16 if device.type == "cuda" else torch.float32
+    q = torch.randn(n, 1, 32, 128, device=device, dtype=dtype)
+    k, v = torch.randn(2, n, length, 8, 128, device=device, dtype=dtype)
+    order = torch.randperm(n * length // size, device=device)  # blocks lie anywhere
+    pages = tuple(torch.empty(len(order), size, 8, 128, device=device, dtype=dtype) for _ in "kv")
+    for page, x in zip(pages, (k, v), strict=True):
+        page[order] = x.reshape(page.shape)
+    lens = torch.tensor([[length] * n, [1] * n], dtype=torch.int32, device=device)
+    layout = RaggedLayout(order.int().reshape(n, -1), lens, [length] * n, [1] * n, size)
+
+    def read(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        return pages[0][blocks], pages[1][blocks]
+
+    return {
+        "contiguous": lambda: attention(q, k, v),
+        "paged": lambda: layout.attention(q[:, 0], pages, read, 128**-0.5, "auto")[:, None],
+    }
+
+
+def _print(row: dict[str, object]) -> None:
+    print(f"{row['what']}: {row['value']:,.2f} {row['unit']}")

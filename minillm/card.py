@@ -1,0 +1,80 @@
+"""The card of a published model: what it costs to serve, in about 20 lines. No tensors."""
+
+from minillm import costs
+from minillm.checks import check_whole
+from minillm.config import ModelConfig
+from minillm.hardware import Hardware, roofline_seconds
+
+
+def card(config: ModelConfig, hardware: Hardware, batch: int, seq: int, dtype: str) -> str:
+    """What serving `batch` sequences of `seq` tokens on `hardware` costs, as a text."""
+    check_whole("--batch", batch)
+    check_whole("--seq", seq)
+    if seq > config.max_seq_len:
+        raise ValueError(
+            f"--seq is {seq}; {config.name} was trained for at most {config.max_seq_len} positions."
+        )
+    total, weights = costs.param_count(config), costs.weight_bytes(config, dtype)
+    cache = costs.kv_cache_bytes(config, batch, seq, dtype)
+    per_token = costs.kv_bytes_per_token(config, dtype)
+    prompt_flops = costs.prefill_flops(config, seq, last_logits_only=True)
+    token_flops = costs.decode_flops(config, seq)
+    intensity = costs.decode_intensity(config, batch, seq, dtype)
+    ridge = hardware.ridge_point(_arithmetic(hardware, dtype))
+    parts = [
+        f"  {part:<14} {n:>18,}  {n / total:6.1%}"
+        for part, n in costs.param_breakdown(config).items()
+        if n
+    ]
+    lines = [
+        f"{config.name}, {dtype}, {batch} × {seq} tokens, on {hardware.name}",
+        "",
+        f"parameters       {total:>18,}",
+        *parts,
+        f"weights          {weights / 1e9:>15.2f} GB  ({weights / 2**30:.2f} GiB)",
+        f"KV cache         {cache / 1e9:>15.2f} GB  ({per_token:,} bytes a token)",
+        "",
+        f"prefill          {prompt_flops / 1e12:>12.2f} TFLOP  for one prompt of {seq} tokens",
+        f"decode           {token_flops / 1e9:>12.2f} GFLOP  for one token after {seq}",
+        f"decode intensity {intensity:>12.1f} FLOP per byte  (ridge point {ridge:.0f})",
+        "",
+        *_bounds(config, hardware, batch, seq, dtype),
+    ]
+    return "\n".join(lines)
+
+
+def _arithmetic(hardware: Hardware, dtype: str) -> str:
+    """The dtype that products are computed in.
+
+    Weights narrower than any arithmetic the chip has are multiplied in 16 bits.
+    """
+    if costs.dtype_bits(dtype) == 32:
+        return "float32"
+    return next(d for d in ("float16", "float32") if d in hardware.peak_flops)
+
+
+def _bounds(config: ModelConfig, hardware: Hardware, batch: int, seq: int, dtype: str) -> list[str]:
+    """Least times and the largest batch, or how many chips the weights need."""
+    memory, weights = hardware.memory_bytes, costs.weight_bytes(config, dtype)
+    if weights > memory:
+        n = -(-weights // memory)
+        return [
+            f"does not fit: the weights alone need {n} × {hardware.name} ({memory / 1e9:.0f} GB "
+            "each)"
+        ]
+    arithmetic = _arithmetic(hardware, dtype)
+    prompt_flops = costs.prefill_flops(config, seq, last_logits_only=True)
+    weights_read = costs.weight_read_bytes(config, dtype)
+    first = roofline_seconds(hardware, prompt_flops, weights_read, arithmetic)
+    step_flops = batch * costs.decode_flops(config, seq)
+    step_bytes = costs.decode_bytes(config, batch, seq, dtype)
+    step = roofline_seconds(hardware, step_flops, step_bytes, arithmetic)
+    largest = costs.max_batch_size(config, seq, memory, dtype)
+    lines = [
+        f"prefill bound    {first * 1e3:>15.2f} ms  for one prompt",
+        f"decode bound     {step * 1e3:>15.2f} ms  a step, {batch / step:,.0f} tokens/s",
+        f"largest batch    {largest:>18,}  sequences of {seq} tokens in {memory / 1e9:.0f} GB",
+    ]
+    if batch > largest:
+        lines.append(f"a batch of {batch} does not fit beside the weights")
+    return lines

@@ -1,0 +1,145 @@
+"""A request on its way from prompt to answer, and what the caller gets in the end. No tensors."""
+
+import math
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from minillm.blocks import BlockTable
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt on its way to an answer.
+
+    `ids` holds the prompt and what has been produced; `table.n_tokens` of them are computed. A
+    token counts once it is in `ids`. Everything else can be rebuilt from the request after an
+    interrupt.
+    """
+
+    id: int
+    ids: list[int]
+    max_new_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    sampling: Any = None
+    parent: "Request | None" = None  # compute its prompt first, then share it: parallel samples
+    on_token: Callable[[int], None] | None = None
+    uniforms: array = field(default_factory=lambda: array("d"))  # one in [0, 1) for each new token
+    arrival: float = 0.0
+    times: list[float] = field(default_factory=list)  # when each token was produced
+    n_delivered: int = 0  # tokens that `on_token` has had
+    delivered: bool = False  # all of them
+    ended: float = math.nan
+    finish_reason: str | None = None
+    error: str | None = None
+    table: BlockTable = field(default_factory=BlockTable)
+    guesses: list[int] = field(default_factory=list)  # proposed to follow `ids`, not yet verified
+    admitted: bool = False  # has been running at least once
+    n_prompt: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.n_prompt = len(self.ids)
+
+    @property
+    def tokens(self) -> list[int]:
+        """What has been produced so far."""
+        return self.ids[self.n_prompt :]
+
+    @property
+    def n_pending(self) -> int:
+        """Tokens still to be computed before the next one can be produced."""
+        return len(self.ids) - self.table.n_tokens
+
+    @property
+    def decoding(self) -> bool:
+        """Whether only the newest token, one that was produced, is left to compute."""
+        return self.n_pending == 1 and len(self.ids) > self.n_prompt
+
+    @property
+    def end_reason(self) -> str | None:
+        """Why the newest token is the last: "stop" or "length"; None if more may follow."""
+        if len(self.ids) > self.n_prompt and self.ids[-1] in self.stop_ids:
+            return "stop"
+        return "length" if len(self.ids) >= self.n_prompt + self.max_new_tokens else None
+
+    def uniform(self, i: int) -> float:
+        """The number that draws the token `i` places after the newest; any if none is needed."""
+        return self.uniforms[len(self.ids) - self.n_prompt + i] if self.uniforms else 0.0
+
+    def accept(self, drawn: list[int], now: float) -> int:
+        """Add tokens drawn after the newest one and after each guess; returns the wrong guesses.
+
+        A token counts as long as the guesses before it were right, and the answer is not over.
+        Raises ValueError for the token -1, which stands for logits that are not numbers.
+        """
+        guesses, self.guesses = self.guesses[: len(drawn) - 1], []
+        for n_right, token in enumerate(drawn):
+            if token < 0:
+                raise ValueError("The model's logits are not numbers (NaN); nothing can be drawn.")
+            del self.times[len(self.tokens) :]  # of a token that an interrupt took back
+            self.times.append(now)
+            self.ids.append(token)
+            if self.end_reason or n_right == len(guesses) or guesses[n_right] != token:
+                return len(guesses) - n_right
+        return 0
+
+    def deliver(self) -> None:
+        """Call `on_token` with the tokens that it has not had yet."""
+        while self.on_token is not None and self.n_delivered < len(self.ids) - self.n_prompt:
+            self.n_delivered += 1
+            self.on_token(self.ids[self.n_prompt + self.n_delivered - 1])
+
+    def completion(self) -> "Completion":
+        """What the caller gets, once the request is over."""
+        return Completion(
+            self.id,
+            self.n_prompt,
+            self.tokens,
+            self.finish_reason,
+            self.arrival,
+            [moment - self.arrival for moment in self.times[: len(self.tokens)]],
+            self.ended - self.arrival,
+            self.error,
+        )
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What became of a request.
+
+    finish_reason: "stop" (a stop id, which is the last token), "length", or "aborted" (by `abort`,
+    or by an error). Times are in seconds from `arrival` on: `token_times` has one for each token,
+    `ended` is when the request was over.
+    """
+
+    request_id: int
+    n_prompt: int
+    tokens: list[int]
+    finish_reason: str
+    arrival: float
+    token_times: list[float]
+    ended: float
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first token; NaN without any."""
+        return self.token_times[0] if self.tokens else math.nan
+
+    @property
+    def latency(self) -> float:
+        """Time to the last token, or to the end if there was none."""
+        return self.token_times[-1] if self.tokens else self.ended
+
+    @property
+    def tpot(self) -> float:
+        """Time per output token: the mean time between two; NaN with fewer than two tokens."""
+        n = len(self.tokens)
+        return (self.latency - self.ttft) / (n - 1) if n > 1 else math.nan
+
+    @property
+    def inter_token(self) -> list[float]:
+        """Inter-token latencies: the time from each token to the next."""
+        return [b - a for a, b in pairwise(self.token_times)]

@@ -1,0 +1,106 @@
+"""Building the model: every name and shape is checked first, then the tensors are copied in.
+
+Memory: the model itself plus one slice of at most 16 MiB; tensors come row by row.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from minillm.checks import brief
+from minillm.config import ModelConfig
+from minillm.model import Decoder
+
+SLICE_BYTES = 16 << 20
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Checkpoint(Protocol):
+    """A file format: the config, the shape of every tensor under its Hugging Face name, slices."""
+
+    config: ModelConfig
+    label: str  # for messages
+    shapes: Shapes
+
+    def slices(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """(first row, rows) of one tensor, in order, each at most about `SLICE_BYTES` long."""
+        ...
+
+
+def parameter_sources(config: ModelConfig) -> dict[str, Shapes]:
+    """For each parameter of `Decoder`, the Hugging Face tensors stacked in it, and their shapes."""
+    C, F, D, V = config.d_model, config.d_ff, config.d_head, config.vocab_size
+    q, kv = config.n_heads * D, config.n_kv_heads * D
+    heads = (("q", q), ("k", kv), ("v", kv))
+    sources: dict[str, Shapes] = {"embed.weight": {"model.embed_tokens.weight": (V, C)}}
+    for i in range(config.n_layers):
+        hf, ours = f"model.layers.{i}.", f"layers.{i}."
+        sources |= {
+            ours + "attn_norm": {hf + "input_layernorm.weight": (C,)},
+            ours + "qkv.weight": {hf + f"self_attn.{n}_proj.weight": (r, C) for n, r in heads},
+            ours + "out.weight": {hf + "self_attn.o_proj.weight": (C, q)},
+            ours + "mlp_norm": {hf + "post_attention_layernorm.weight": (C,)},
+            ours + "gate_up.weight": {hf + f"mlp.{n}_proj.weight": (F, C) for n in ("gate", "up")},
+            ours + "down.weight": {hf + "mlp.down_proj.weight": (C, F)},
+        }
+        if config.qkv_bias:
+            sources[ours + "qkv.bias"] = {hf + f"self_attn.{n}_proj.bias": (r,) for n, r in heads}
+        if config.attn_out_bias:
+            sources[ours + "out.bias"] = {hf + "self_attn.o_proj.bias": (C,)}
+        if config.qk_norm:
+            sources |= {ours + f"{n}_norm": {hf + f"self_attn.{n}_norm.weight": (D,)} for n in "qk"}
+    sources["norm"] = {"model.norm.weight": (C,)}
+    if not config.tie_embeddings:
+        sources["head.weight"] = {"lm_head.weight": (V, C)}
+    return sources
+
+
+def build(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """The model with the checkpoint's weights; ValueError for one that does not fit its config."""
+    config, sources = checkpoint.config, parameter_sources(checkpoint.config)
+    _check_tensors(checkpoint, {k: shape for part in sources.values() for k, shape in part.items()})
+    with torch.device("meta"):  # no memory, no random numbers
+        model = Decoder(config)
+    model.to(dtype).to_empty(device=device)
+    if config.tie_embeddings:
+        model.head.weight = model.embed.weight
+    parameters = dict(model.named_parameters())
+    for ours, parts in sources.items():
+        target, row = parameters[ours].data, 0
+        for name in parts:
+            for first, rows in checkpoint.slices(name):
+                place = target[row + first : row + first + len(rows)]
+                place.copy_(rows)
+                if not bool(place.isfinite().all()):
+                    raise ValueError(
+                        f"{checkpoint.label}: {name} holds numbers that are not finite in {dtype}; "
+                        "fetch it again, or load it in another dtype."
+                    )
+            row += parts[name][0]
+    return model.eval().requires_grad_(False)
+
+
+def _check_tensors(checkpoint: Checkpoint, expected: Shapes) -> None:
+    shapes, label = checkpoint.shapes, checkpoint.label
+    # A tied head may be stored a second time, and old checkpoints store the rotary frequencies.
+    ignored = {name for name in shapes if name.endswith("rotary_emb.inv_freq")}
+    if checkpoint.config.tie_embeddings:
+        ignored.add("lm_head.weight")
+    for problem, names in (
+        ("lacks", expected.keys() - shapes.keys()),
+        ("holds, unexpectedly,", shapes.keys() - expected.keys() - ignored),
+    ):
+        if names:
+            raise ValueError(
+                f"{label} does not fit its config: it {problem} {len(names)} tensors, among them "
+                f"{brief(min(names))}."
+            )
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise ValueError(
+                f"{label} does not fit its config: {name} has shape {brief(shapes[name])}, "
+                f"expected {shape}."
+            )

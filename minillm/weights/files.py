@@ -1,0 +1,70 @@
+"""Files that somebody else wrote: regular ones only, of a size that such a file can honestly have.
+
+A name may be a link to an endless device, a file may hold lists nested a million times. Sizes are
+looked at before anything is read, so that a forged file costs a sentence and not the memory.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from minillm.checks import brief
+
+MEGABYTE = 1_000_000
+_MAX_CONTAINERS = 2_000_000
+"""Lists and objects in one JSON file. A vocabulary has a list for each merge, half a million."""
+
+
+def check_file(path: Path, limit: float = float("inf")) -> None:
+    """Raise ValueError unless `path` is a regular file of at most `limit` bytes."""
+    if not path.is_file():
+        raise ValueError(f"{brief(str(path))} is not a regular file; give the file itself.")
+    if path.stat().st_size > limit:
+        raise ValueError(
+            f"{brief(str(path))} has {path.stat().st_size} bytes; files of this kind have at most "
+            f"{limit:.0f}."
+        )
+
+
+def read_text(path: Path, limit: int) -> str:
+    """The text of a UTF-8 file of at most `limit` bytes."""
+    check_file(path, limit)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{brief(str(path))} cannot be read as text ({error}).") from error
+
+
+def read_json(path: Path, *, limit: int = MEGABYTE, missing_ok: bool = False) -> dict[str, Any]:
+    """The JSON object in a file of at most `limit` bytes.
+
+    Raises ValueError or FileNotFoundError in one sentence; also for an object with a key twice.
+    """
+    if not path.exists():
+        if missing_ok:
+            return {}
+        raise FileNotFoundError(f"{brief(str(path))} does not exist; a Hugging Face folder has it.")
+    text = read_text(path, limit)
+    if text.count("[") + text.count("{") > _MAX_CONTAINERS:
+        raise ValueError(
+            f"{brief(str(path))} has more than {_MAX_CONTAINERS} lists and objects; that cannot be "
+            "a file of a checkpoint."
+        )
+    try:
+        value = json.loads(text, object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{brief(str(path))} is not valid JSON ({error}).") from error
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{brief(str(path))} holds a {type(value).__name__}; expected a JSON object."
+        )
+    return value
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {brief(twice)} stands there twice")
+    return value

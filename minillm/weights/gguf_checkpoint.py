@@ -1,0 +1,150 @@
+"""A GGUF file as a checkpoint: llama.cpp's names, row order and number formats undone.
+
+Sources: the GGUF specification (docs/gguf.md of ggml); for the row order of q and k in Llama files
+`LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py; for the rotary scaling
+`llama_model::load_hparams`.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minillm.checks import brief
+from minillm.config import ModelConfig
+from minillm.weights.build import SLICE_BYTES
+from minillm.weights.gguf_header import read_gguf
+
+# GGUF module -> Hugging Face module, inside a layer and outside
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ROPE_FREQUENCIES = "rope_freqs.weight"
+
+
+class GGUFCheckpoint:
+    """One GGUF file of the Llama, Qwen2 or Qwen3 family, under Hugging Face names."""
+
+    def __init__(self, path: Path):
+        self.path, self.label = path, str(path)
+        self.fields, self._tensors = read_gguf(path)
+        self.config = self._read_config()
+        to_hf = dict(_TOP_NAMES)
+        for i in range(self.config.n_layers):
+            to_hf |= {f"blk.{i}.{gg}": f"model.layers.{i}.{hf}" for gg, hf in _LAYER_NAMES.items()}
+        self._names: dict[str, str] = {}  # Hugging Face name -> GGUF name
+        for name in self._tensors:
+            stem, _, kind = name.rpartition(".")
+            if name != _ROPE_FREQUENCIES:
+                # A name that GGUF files do not use must not pass for a Hugging Face one.
+                known = f"{to_hf[stem]}.{kind}" if stem in to_hf else f"{name} (in GGUF)"
+                self._names[known] = name
+        self.shapes = {hf: self._tensors[gg].shape for hf, gg in self._names.items()}
+
+    def _read_config(self) -> ModelConfig:
+        """The metadata as a `ModelConfig`, by way of the equivalent Hugging Face config."""
+        arch = self.fields.get("general.architecture")
+        if arch not in ("llama", "qwen2", "qwen3"):
+            raise ValueError(
+                f"{self.path} has the architecture {brief(arch)}; supported are llama, qwen2 and "
+                "qwen3."
+            )
+
+        def get(key: str, default: Any = None) -> Any:
+            return self.fields.get(f"{arch}.{key}", default)
+
+        self._refuse_unsupported(arch)
+        tokens = self.fields.get("tokenizer.ggml.tokens")
+        raw = {
+            "model_type": arch,
+            "num_hidden_layers": get("block_count"),
+            "hidden_size": get("embedding_length"),
+            "num_attention_heads": get("attention.head_count"),
+            "num_key_value_heads": get("attention.head_count_kv"),
+            "head_dim": get("attention.key_length"),
+            "intermediate_size": get("feed_forward_length"),
+            "vocab_size": get("vocab_size", len(tokens) if isinstance(tokens, list) else None),
+            "max_position_embeddings": get("context_length"),
+            "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+            "rope_theta": get("rope.freq_base", 10000.0),
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "attention_bias": arch == "llama" and "blk.0.attn_q.bias" in self._tensors,
+        }
+        config = ModelConfig.from_hf(raw, name=self.path.stem)
+        rotated = get("rope.dimension_count", config.d_head)
+        if rotated != config.d_head:
+            raise ValueError(
+                f"{self.path} rotates {brief(rotated)} of {config.d_head} dimensions, which is not "
+                "implemented."
+            )
+        if _ROPE_FREQUENCIES in self._tensors:  # Llama 3's scaling, worked out: a divisor for each
+            factors = self._read(_ROPE_FREQUENCIES, 0, 1)[0].tolist()
+            config = replace(config, rope_factors=tuple(factors))
+        return config
+
+    def _refuse_unsupported(self, arch: str) -> None:
+        """Raise ValueError for every key that would change the mathematics and is not built."""
+        kind = self.fields.get(f"{arch}.rope.scaling.type", "linear")  # as llama.cpp reads it
+        if kind not in ("none", "linear"):
+            raise ValueError(
+                f"{self.path} uses rope scaling {brief(kind)}, which is not implemented for GGUF "
+                "files."
+            )
+        for key in ("rope.scaling.factor", "rope.scale_linear"):
+            factor = self.fields.get(f"{arch}.{key}", 1)
+            if kind == "linear" and factor not in (0, 1):
+                raise ValueError(
+                    f"{self.path} sets {arch}.{key} = {brief(factor)}: linear rope scaling is not "
+                    "implemented."
+                )
+        for key in ("expert_count", "attention.sliding_window"):
+            if value := self.fields.get(f"{arch}.{key}"):
+                raise ValueError(
+                    f"{self.path} sets {arch}.{key} = {brief(value)}, which is not implemented."
+                )
+        if f"{arch}.attention.layer_norm_rms_epsilon" not in self.fields:
+            raise ValueError(
+                f"{self.path} lacks {arch}.attention.layer_norm_rms_epsilon; fetch it again."
+            )
+
+    def _read(self, gguf_name: str, first: int, n_rows: int) -> Tensor:
+        """Rows of a tensor (n_rows, fastest dimension), dequantized by the gguf package."""
+        from gguf import GGMLQuantizationType, quants
+
+        t = self._tensors[gguf_name]
+        row_bytes = t.n_bytes * t.shape[-1] // math.prod(t.shape)
+        offset = t.offset + first * row_bytes
+        data = np.fromfile(self.path, np.uint8, count=n_rows * row_bytes, offset=offset)
+        kind = GGMLQuantizationType[t.type]
+        return torch.from_numpy(quants.dequantize(data.reshape(n_rows, row_bytes), kind))
+
+    def slices(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        shape, gguf_name = self.shapes[name], self._names[name]
+        n_rows, width = shape if len(shape) > 1 else (1, shape[0])
+        llama = self.fields["general.architecture"] == "llama"
+        permuted = llama and re.search(r"self_attn\.[qk]_proj", name)
+        D = self.config.d_head
+        # Dequantizing needs several temporaries of the slice's size.
+        step = max(1, SLICE_BYTES // (16 * width))
+        if permuted:
+            step = max(1, step // D) * D  # whole heads
+        for first in range(0, n_rows, step):
+            rows = self._read(gguf_name, first, min(step, n_rows - first))
+            if len(shape) == 1:
+                rows = rows[0]
+            if permuted:
+                # llama.cpp turns neighbours (0, 1), (2, 3), …; here pairs are (i, i + D/2), as in
+                # Hugging Face.
+                rows = rows.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).reshape(rows.shape)
+            yield first, rows

@@ -1,0 +1,104 @@
+"""A checkpoint in Hugging Face format: config.json beside one or more .safetensors files.
+
+Source: the safetensors format (README of huggingface/safetensors).
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from minillm.checks import brief
+from minillm.config import ModelConfig
+from minillm.weights.build import SLICE_BYTES
+from minillm.weights.files import MEGABYTE, check_file, read_json
+
+_DTYPES = ("F32", "F16", "BF16")
+_OPEN_BYTES = 64 << 20
+
+
+class SafetensorsFolder:
+    """The tensors of a folder, read in slices through the safetensors package."""
+
+    def __init__(self, folder: Path):
+        from safetensors import SafetensorError, safe_open
+
+        self.label, self._open = str(folder), safe_open
+        raw = read_json(folder / "config.json")
+        self.config = ModelConfig.from_hf(raw, name=folder.resolve().name)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._path: dict[str, Path] = {}
+        self._file, self._file_path, self._file_read = None, None, 0
+        for path in _files(folder):
+            try:
+                with safe_open(path, framework="pt") as f:
+                    for name in f.keys():  # noqa: SIM118, a safe_open is no dict
+                        if name in self._path:
+                            raise ValueError(
+                                f"{path} and {self._path[name].name} both hold {brief(name)}; "
+                                "remove the file that does not belong to this checkpoint."
+                            )
+                        tensor = f.get_slice(name)
+                        if tensor.get_dtype() not in _DTYPES:
+                            raise ValueError(
+                                f"{path} stores {brief(name)} as {tensor.get_dtype()}; supported "
+                                f"are {', '.join(_DTYPES)}."
+                            )
+                        self.shapes[name] = tuple(tensor.get_shape())
+                        self._path[name] = path
+            except (SafetensorError, OSError) as error:
+                raise ValueError(
+                    f"{path} is truncated or not a safetensors file ({brief(str(error), 300)}); "
+                    "fetch it again."
+                ) from error
+
+    def slices(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        shape, path = self.shapes[name], self._path[name]
+        n_rows = max(1, SLICE_BYTES // (4 * math.prod(shape[1:])))
+        # A file is mapped into memory while it is open, and the pages that were read count as
+        # ours. Opening it anew now and then keeps them few; doing so for every tensor would read
+        # the header of a large checkpoint thousands of times.
+        if path != self._file_path or self._file_read > _OPEN_BYTES:
+            self._file = self._open(path, framework="pt")
+            self._file_path, self._file_read = path, 0
+        tensor = self._file.get_slice(name)
+        for first in range(0, shape[0], n_rows):
+            rows = tensor[first : first + n_rows]
+            self._file_read += rows.nbytes
+            yield first, rows
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files that hold the tensors: model.safetensors if it is there, else the index's shards.
+
+    The single file comes first, as in transformers: saving one into a folder leaves an older
+    index behind.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():
+        check_file(single)
+        return [single]
+    if not index.exists():
+        raise FileNotFoundError(
+            f"{folder} has neither model.safetensors nor {index.name}; only safetensors are read, "
+            "no pickles."
+        )
+    weight_map = read_json(index, limit=20 * MEGABYTE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has no weight_map; fetch it again.")
+    names = sorted(set(map(str, weight_map.values())))
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ValueError(
+                f"{index} names {brief(name)}; shards must be .safetensors files in the same "
+                "folder."
+            )
+        if not os.path.exists(folder / name):  # False also for a name that cannot exist
+            raise FileNotFoundError(
+                f"{brief(str(folder / name))} is missing, though {index.name} names it; fetch it "
+                "again."
+            )
+        check_file(folder / name)
+    return [folder / name for name in names]

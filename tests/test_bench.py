@@ -1,0 +1,176 @@
+"""Every benchmark's measured functions on a tiny model, so that none rots unseen."""
+
+import importlib.util
+import json
+from functools import partial
+
+import pytest
+import torch
+from models import tiny_config
+
+from minillm import Decoder, EngineConfig
+from minillm.__main__ import main
+from minillm.bench import BENCHMARKS, attention, decode, load, peers, prefill, serve, serve_gpu
+from minillm.bench import recording as recording_module
+from minillm.bench.recording import Recording, alternate
+from minillm.bench.tables import results_table
+from minillm.weights import parameter_sources
+
+CPU = torch.device("cpu")
+REPEATS = {"repeats": 1}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Bounds that cost nothing: this is about the code, not about this machine."""
+    for module in (decode, serve_gpu):
+        monkeypatch.setattr(module, "read_bandwidth", lambda *_: 1e10)
+    for module in (prefill, attention):
+        monkeypatch.setattr(module, "matmul_peak", lambda *_: 1e11)
+    hardware = type("Hardware", (), {"copy_bandwidth": 1e10})
+    hardware.measure = staticmethod(lambda device: hardware)
+    monkeypatch.setattr(attention, "Hardware", hardware)
+
+
+@pytest.fixture
+def model() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(tiny_config()).eval().requires_grad_(False)
+
+
+@pytest.fixture
+def recording(tmp_path) -> Recording:
+    return Recording("smoke", CPU, {"model": "tiny"}, tmp_path)
+
+
+def rows(recording: Recording) -> list[dict]:
+    """What the file holds."""
+    document = json.loads(recording.path.read_text())
+    assert document["hardware"]["label"].startswith("cpu-") and document["versions"]["torch"]
+    for row in document["rows"]:
+        assert row["value"] > 0 and row["what"] and row["unit"]
+        assert all(ratio > 0 for ratio in row.get("against", {}).values())
+    return document["rows"]
+
+
+def test_decode(recording, model):
+    decode.measure_decode(recording, model, [1, 2, 3], 4, **REPEATS)
+    (row,) = rows(recording)
+    assert row["against"].keys() == {"transformers"} and row["of_bound"] > 0
+
+
+def test_prefill(recording, model):
+    prefill.measure_prefill(recording, model, 16, **REPEATS)
+    (row,) = rows(recording)
+    assert row["against"].keys() == {"transformers"}
+
+
+def test_attention(recording):
+    kinds = attention.attention_peers(CPU)
+    cases = [(8, 16, True), (8, 16, False)]
+    attention.measure_attention(recording, kinds, cases, cases[:1], **REPEATS)
+    attention.measure_decode_attention(recording, "sdpa", length=64, n_caches=2, **REPEATS)
+    assert [row["what"].split(" (")[0] for row in rows(recording)] == [
+        "attention forward", "attention backward", "decode attention",
+    ]  # fmt: skip
+
+
+def test_serve(recording, model):
+    prompts, answers = [[1, 2, 3], [4, 5], [6]], {"of many lengths": [3, 1, 2]}
+    serve.measure_requests(recording, model, model, prompts, answers, llama_cpp=False, **REPEATS)
+    serve.measure_paging_waste(recording, n_requests=8, **REPEATS)
+    serve.measure_prefix(recording, model, n=64, **REPEATS)
+    serve.measure_overhead(recording, model, n=3, n_new=2, **REPEATS)
+    assert rows(recording)[0]["against"].keys() == {"one at a time", "transformers"}
+    assert len(rows(recording)) == 5
+
+
+def test_serve_on_a_gpu_but_for_the_gpu(recording, model):
+    """Its functions run on a CPU as well, without graphs and the peer."""
+    serve_gpu.measure_one_user(recording, model, cuda_graphs=False, n=4, **REPEATS)
+    config = EngineConfig(n_blocks=64, max_seqs=4)
+    serve_gpu.measure_many(recording, model, config, 3, scale=0.01, **REPEATS)
+    serve_gpu.measure_layouts(recording, n=2, length=64, **REPEATS)
+    assert len(rows(recording)) == 3
+    both = serve_gpu.paged_and_contiguous(CPU, 2, 64)
+    torch.testing.assert_close(both["paged"](), both["contiguous"](), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_load(recording, default):
+    load.measure_load(recording, load.fetch_default(), **REPEATS)
+    assert [row["unit"] for row in rows(recording)] == ["s", "×"]
+
+
+@pytest.mark.slow
+def test_llama_cpp(default):
+    assert peers.llama_cpp_seconds([[1, 2, 3], [4]], [2, 3], 1) > 0
+
+
+def test_load_test_prints_the_table(model, monkeypatch, capsys):
+    monkeypatch.setattr(serve, "load", lambda **_: (model, None))
+    monkeypatch.setattr(serve, "azure_load", partial(serve.azure_load, scale=0.001))
+    scaled = serve.azure_load.func
+    monkeypatch.setattr(
+        serve, "azure_load", lambda *a, scale, seed: scaled(*a, scale=0.01, seed=seed)
+    )
+    serve.load_test(CPU, 1e6, 3)
+    assert "p99 TTFT (ms)" in capsys.readouterr().out
+
+
+# Recording
+
+
+def test_a_missing_peer_is_a_gap(recording, model, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "transformers" else real(name)
+    )
+    decode.measure_decode(recording, model, [1, 2, 3], 2, **REPEATS)
+    (row,) = rows(recording)
+    assert row["against"] == {} and row["gaps"] == {"transformers": "transformers is not installed"}
+    recording.path.rename(recording.path.with_name("decode.cpu.json"))
+    assert "| transformers: transformers is not installed |" in results_table(recording.path.parent)
+
+
+def test_an_uninstalled_package_has_no_version(tmp_path, monkeypatch):
+    monkeypatch.setattr(recording_module, "PACKAGES", ("torch", "no-such-package"))
+    document = Recording("x", CPU, {}, tmp_path).document
+    assert document["versions"]["no-such-package"] is None and document["versions"]["torch"]
+
+
+def test_parts_are_written_at_once(recording):
+    recording.add(None, {"a": [1.0]})
+    assert json.loads(recording.path.read_text())["repeats"] == {"a": [1.0]}
+    recording.add({"what": "w", "value": 2.0, "unit": "s"}, {"b": [2.0]})
+    document = json.loads(recording.path.read_text())
+    assert document["repeats"] == {"a": [1.0], "b": [2.0]} and len(document["rows"]) == 1
+
+
+def test_peers_take_turns():
+    order = []
+    fns = {name: lambda name=name: order.append(name) or float(len(order)) for name in "abc"}
+    repeats = alternate(fns, 3)
+    assert "".join(order) == "cba" + "abc" + "cba" + "abc" + "cba"
+    assert repeats["b"] == [8.0, 11.0, 14.0]
+
+
+def test_the_peer_has_the_same_weights(model):
+    """So the comparison is a fair one."""
+    tokens = torch.arange(20)[None]
+    with torch.inference_mode():
+        ours, theirs = model(tokens), peers.transformers_twin(model)(tokens).logits
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    assert parameter_sources(model.config)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_name_has_a_benchmark(name):
+    assert callable(importlib.import_module(f"minillm.bench.{name}").bench)
+
+
+@pytest.mark.parametrize("extra", [[], ["--device", "cpu"]], ids=str)
+def test_an_unknown_name_is_one_sentence(extra, capsys):
+    assert main(["bench", "nothing", *extra]) == 2
+    said = "minillm: There is no benchmark 'nothing'; choose from decode, prefill, attention,"
+    assert capsys.readouterr().err.startswith(said)
