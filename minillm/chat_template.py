@@ -9,12 +9,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from minillm.checks import brief
 
-SECONDS, MEGABYTES = 10, 1024
-"""What a template may take. The interpreter itself needs a quarter of a second and 50 MB."""
+SECONDS, MEGABYTES, CHARACTERS = 10, 1024, 10_000_000
+"""What a template may take, and how long its text may be.
+
+The interpreter itself needs a quarter of a second and 50 MB.
+"""
 
 
 def render(template: str, messages: Sequence[dict[str, str]], tokens: dict[str, str]) -> str:
@@ -26,6 +30,8 @@ def render(template: str, messages: Sequence[dict[str, str]], tokens: dict[str, 
     try:
         done = subprocess.run(
             [sys.executable, "-m", "minillm.chat_template"],
+            # Python finds modules in the working folder first. That must not be a checkpoint's.
+            cwd=Path(__file__).parent.parent,
             input=json.dumps(request),
             capture_output=True,
             text=True,
@@ -78,12 +84,17 @@ def _limit_memory() -> None:
         import resource
     except ImportError:  # Windows has no such limits
         return
-    resource.setrlimit(resource.RLIMIT_AS, (MEGABYTES << 20, MEGABYTES << 20))
+    limit, (_, hardest) = MEGABYTES << 20, resource.getrlimit(resource.RLIMIT_AS)
+    if hardest == resource.RLIM_INFINITY or limit < hardest:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _reply(request: dict[str, Any]) -> dict[str, str]:
     try:
-        return {"text": _render_here(**request)}
+        text = _render_here(**request)
+        if len(text) <= CHARACTERS:
+            return {"text": text}
+        reason = f"its text is longer than {CHARACTERS} characters"
     except _RefusedError as error:
         return {"error": f"The chat template refuses these messages: {brief(str(error), 500)}"}
     except MemoryError:

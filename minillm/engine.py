@@ -74,8 +74,7 @@ class Engine:
     The same request gives the same tokens whatever runs beside it, up to rounding: sums over a
     larger batch may be taken in another order.
     rows: how the cache stores keys and values (`minillm.kv_cache.Rows`). proposer: guesses which
-    tokens will follow those of a decoding request; right guesses save steps, and wrong ones change
-    nothing but the time.
+    tokens follow those of a decoding request; right guesses save steps, wrong ones only cost time.
     """
 
     def __init__(
@@ -226,7 +225,7 @@ class Engine:
             plan = self.scheduler.schedule()
             if plan.work:
                 try:
-                    logits, best = self._forward(plan)
+                    logits, best = forward(plan, self.model, self.cache, self._graphs)
                 except Exception as error:  # out of memory, say: one cannot tell whose fault it was
                     for work in plan.work:
                         self._end(work.request, "aborted", error)
@@ -270,9 +269,6 @@ class Engine:
                 # One token comes without a guess, and no more than max_new_tokens are wanted.
                 room = request.max_new_tokens - len(request.tokens) - 1
                 request.guesses = list(self._proposer(request))[:room]
-
-    def _forward(self, plan: StepPlan) -> tuple[Tensor, list[int]]:
-        return forward(plan, self.model, self.cache, self._graphs)
 
     def _produce(self, plan: StepPlan, logits: Tensor, best: list[int]) -> None:
         """Give tokens to every request whose tokens are all computed."""

@@ -19,17 +19,25 @@ FEWER_KEYS = [(256, 64), (113, 31), (31, 1)]  # not causal: the first queries wo
 
 
 def grid(
-    lengths: list[tuple[int, int]], dims: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = DTYPES
+    lengths: list[tuple[int, int]],
+    dims: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    *,
+    halved: bool = False,
 ) -> list[Any]:
     """Every pair of lengths with every head dimension.
 
     Heads, dtypes and masks take turns, so that each of their twelve combinations (two dtypes)
     meets each head dimension. All combinations would be twelve times as many.
+    halved: in float32 the lengths are half as large, rounded up. Its tiles have at most 32 rows
+    instead of 128, so that there are still more of them than in float16.
     """
     turns = itertools.cycle(itertools.product(HEADS, dtypes, (True, False)))
     chosen = []
     for (T, S), D in itertools.product(lengths, dims):
         name, dtype, causal = next(turns)
+        if halved and dtype == torch.float32:
+            T, S = (T + 1) // 2, (S + 1) // 2
         causal = causal and T <= S
         mask = "causal" if causal else "full"
         case = f"{T}-{S}-{name}-{D}-{str(dtype)[6:]}-{mask}"

@@ -14,10 +14,13 @@ def tiny_config(**changes: object) -> ModelConfig:
     return ModelConfig(**(sizes | changes))
 
 
-def lively(seed: int = 0, **changes: object) -> Decoder:
-    """A tiny model with weights so large that its answers wander through the vocabulary."""
+def lively(seed: int = 0, *, size: float = 0.2, **changes: object) -> Decoder:
+    """A tiny model with weights so large that its answers wander through the vocabulary.
+
+    size: of the weights; with 0.1 the logits are about 1, and every position and head matters.
+    """
     torch.manual_seed(seed)
     model = Decoder(tiny_config(**changes)).eval().requires_grad_(False)
     for p in model.parameters():
-        p += 0.2 * torch.randn_like(p)
+        p += size * torch.randn_like(p)
     return model

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from interpreter import patch_once_a_launch
 from models import lively, tiny_config
 from plain_attention import oracle
 from tiers import BACKEND_PARAMETERS, HAS_TRITON, INTERPRETED
@@ -14,6 +15,7 @@ from minillm import Decoder, KVCache, generate, kernels
 from minillm.attention import BACKENDS, attention
 from minillm.cache import NoCache
 
+patch_once_a_launch()
 backends = pytest.mark.parametrize("backend", BACKEND_PARAMETERS)
 heads = pytest.mark.parametrize(
     ("n_heads", "n_kv_heads"), [(4, 4), (6, 2), (4, 1), (1, 1)], ids=["MHA", "GQA", "MQA", "one"]

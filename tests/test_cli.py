@@ -1,4 +1,4 @@
-"""The command line as a user types it: results on standard output, bad input as one sentence and exit code 2."""
+"""The command line as a user types it: results, or one sentence and exit code 2."""
 
 import pytest
 

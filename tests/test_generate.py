@@ -1,4 +1,4 @@
-"""The matrix: greedy tokens are identical however they are computed; and the rest of the generation loop."""
+"""The matrix: greedy tokens are identical however they are computed; the rest of the loop."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -51,7 +51,8 @@ def served(
     return completions[request].tokens
 
 
-# Every technique that must not change a token: a name and how it continues `ids` by `n` tokens. New ones add a line.
+# Every technique that must not change a token: a name, and how it continues `ids` by `n` tokens.
+# New ones add a line.
 TECHNIQUES: dict[str, Callable[[Decoder, list[int], int], list[int]]] = {
     **{
         f"no cache, {backend}": partial(generate, use_cache=False, backend=backend)
@@ -89,7 +90,7 @@ PROMPTS = ("The three laws of robotics are", "def fibonacci(n):\n    ")
 
 @torch.inference_mode()
 def by_hand(model: Decoder, ids: list[int], n: int) -> list[int]:
-    """The definition of greedy: the whole sequence through the model for each token, and no other code of the package."""
+    """The definition of greedy: the whole sequence through the model for each token."""
     ids = list(ids)
     for _ in range(n):
         ids.append(int(model(torch.tensor([ids]), NoCache("reference"))[0, -1].argmax()))

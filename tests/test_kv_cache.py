@@ -1,5 +1,7 @@
 """The KV cache changes nothing: any way of feeding it gives the logits of one full forward pass."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,17 +15,8 @@ from minillm.attention import BACKENDS, attention
 from minillm.cache import NoCache
 from minillm.kv_cache import Rows
 
-
-def lively(**changes: object) -> Decoder:
-    """A tiny model with weights so large that every position and head matters to the logits, which are about 1."""
-    torch.manual_seed(0)
-    model = Decoder(tiny_config(**changes)).eval().requires_grad_(False)
-    for p in model.parameters():
-        p += 0.1 * torch.randn_like(p)
-    return model
-
-
-MODEL = lively()
+SMALL = partial(lively, size=0.1)
+MODEL = SMALL()
 VOCAB = MODEL.config.vocab_size
 
 
@@ -34,7 +27,7 @@ def ids(*shape: int, seed: int = 0) -> Tensor:
 def feed(
     cache: object, tokens: Tensor, chunks: list[int] | None = None, model: Decoder = MODEL
 ) -> Tensor:
-    """Logits (B, T, V) of `tokens` fed in chunks of the given sizes, the last of which takes what is left."""
+    """Logits (B, T, V) of `tokens` fed in chunks of the given sizes, the last with what is left."""
     parts = tokens.split(chunks or [1] * tokens.shape[1], dim=1)
     return torch.cat([model(part, cache) for part in parts], dim=1)
 
@@ -68,7 +61,7 @@ def test_any_chunks_give_the_full_forward(chunks, batch_size, backend, seed):
     "chunks", [[1], [9, 1, 1, 1], [1] * 6, [2, 17, 1, 30, 3], [33, 8, 16, 17]], ids=str
 )
 def test_chunks_through_the_triton_kernels(chunks):
-    """Two query heads a key/value head: chunks of at most 16 tokens are the decode kernel's, longer ones the forward kernel's."""
+    """Two query heads a key/value head: up to 16 tokens are the decode kernel's."""
     for batch_size in (1, 3):
         tokens, cache = (
             ids(batch_size, sum(chunks)),
@@ -91,7 +84,7 @@ def test_chunks_through_the_triton_kernels(chunks):
     ids=str,
 )
 def test_every_family(changes, backend):
-    model, tokens = lively(**changes), ids(2, 20)
+    model, tokens = SMALL(**changes), ids(2, 20)
     close(
         feed(KVCache(model, 2, 20, backend=backend), tokens, [7, 1, 1, 5, 6], model),
         model(tokens, NoCache(backend)),
@@ -122,11 +115,11 @@ def test_a_cache_longer_than_its_content():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype):
-    model = lively().to(dtype)
+    model = SMALL().to(dtype)
     tokens, cache = ids(2, 12), KVCache(model, 2, 12)
     logits = feed(cache, tokens, [5, 1, 1, 5], model)
     assert logits.dtype == dtype
-    exact = lively().to(dtype).float()(tokens)  # the same rounded weights
+    exact = SMALL().to(dtype).float()(tokens)  # the same rounded weights
     error, plain = (logits - exact).abs().max(), (model(tokens) - exact).abs().max()
     assert error <= 2 * plain
 
@@ -273,7 +266,7 @@ def test_bad_sizes_are_refused(bad):
 
 
 def test_the_position_limit():
-    model = lively(max_seq_len=16)
+    model = SMALL(max_seq_len=16)
     tokens = ids(1, 17)
     with pytest.raises(
         ValueError, match="max_len is 17; custom was trained for at most 16 positions"

@@ -1,4 +1,4 @@
-"""Percentiles, summaries and loads by hand and against NumPy; the open loop under clocks of our own; the predicted knee."""
+"""Percentiles, summaries and loads by hand and against NumPy; the open loop; the knee."""
 
 import math
 import random
@@ -207,7 +207,10 @@ class Tick(Clock):
 
 
 def test_arrivals_count_from_when_they_are_due():
-    """Due during a step: it waits for the step's end, and that counts. Nothing to do: the clock moves on to the next."""
+    """Due during a step: it waits for the step's end, and that counts.
+
+    Nothing to do: the clock moves on to the next.
+    """
     clock = Tick()
     engine = Engine(MODEL, EngineConfig(n_blocks=20, prefix_caching=False), clock=clock)
     load = [
@@ -250,7 +253,7 @@ def test_the_real_clock_waits():
 
 
 def test_step_seconds_by_hand():
-    """Llama-2-7B on an A100: 6.6 billion parameters are read, 13.2 GB; a token takes as many FLOPs."""
+    """Llama-2-7B on an A100: 6.6 billion parameters are read, 13.2 GB; as many FLOPs a token."""
     matrices = 6_738_415_616 - 32_000 * 4096 - 65 * 4096  # all but the embedding and the norms
     read = 2 * (matrices + 65 * 4096)
     assert step_seconds(LLAMA, A100, 0, 1, 0, "float16") == pytest.approx(read / 2039e9)
@@ -286,7 +289,7 @@ RATE = saturation_rate(LLAMA, A100, N_PROMPT, N_OUTPUT, MAX_SEQS, "float16")
 
 
 def simulated(rate: float, n: int) -> list[Completion]:
-    """`n` requests of those lengths on average, half to one and a half times as long, in virtual time."""
+    """`n` requests of those mean lengths, half to one and a half times as long, in virtual time."""
     g = random.Random(1)
     load = [
         Load(
@@ -315,7 +318,7 @@ def test_saturation_rate_is_what_a_full_engine_does():
 
 
 def test_the_knee_is_where_it_was_predicted():
-    """A quarter below the rate the last wait no longer than the first; a third above they wait longer and longer."""
+    """A quarter below the rate the last wait no longer than the first; a third above they do."""
 
     def waits(factor: float) -> tuple[float, float]:
         done = sorted(simulated(factor * RATE, 200), key=lambda c: c.arrival)

@@ -1,6 +1,7 @@
-"""Blocks: none leaked, freed twice, shared by accident or found under wrong tokens; and the paged cache changes no logits."""
+"""Blocks: none leaked, freed twice, shared or found by accident; paging changes no logits."""
 
 import copy
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from models import tiny_config
+from models import lively
 from pool import Memory, check_pool
 from tiers import INTERPRETED
 from torch import Tensor
@@ -96,7 +97,7 @@ def test_refused_counts(n, tiny):
 
 
 def test_constant_time():
-    """No method looks at more of its lists than an end or an index: lists that refuse everything else still do."""
+    """No method looks at more of its lists than an end or an index: others are refused here."""
 
     class Ends(list):
         def refuse(self, *_):
@@ -128,7 +129,7 @@ class Colliding(int):
 
 
 class Manager(RuleBasedStateMachine):
-    """Sequences that start, grow, fork, are remembered and end, with their tokens in a simulated memory."""
+    """Sequences that start, grow, shrink, fork, are remembered and end, in a simulated memory."""
 
     @initialize(
         n_blocks=st.integers(1, 9),
@@ -303,7 +304,7 @@ def stored(manager: BlockManager, ids: list[int], *, release: bool = True) -> Bl
     [(1, 0), (3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (11, 8), (12, 8), (13, 12), (40, 12)],
 )
 def test_a_known_prefix_is_found(n, hit):
-    """Whole blocks of 4, never the last token, and no more than was stored: 14 tokens, 3 full blocks."""
+    """Whole blocks of 4, never the last token, no more than was stored: 14 tokens, 3 full."""
     manager = BlockManager(20, 4)
     first = stored(manager, list(range(14)), release=False)
     for _ in range(2):
@@ -322,7 +323,7 @@ def test_without_prefix_caching_nothing_is_found():
 
 
 def test_equal_blocks_are_remembered_once():
-    """Two sequences that computed the same at the same time: the second's blocks stay its own, and what follows is known, too."""
+    """Two sequences compute the same at once: the second's blocks stay its own."""
     manager = BlockManager(20, 2)
     tables = [manager.start([1, 2, 3, 4, 5]) for _ in range(2)]
     for table in tables:
@@ -385,7 +386,7 @@ def test_free_blocks_are_taken_before_known_ones():
 
 
 def test_a_block_whose_predecessor_was_evicted_is_not_found():
-    """Its key names a prefix that nobody can arrive at any more, even when the same tokens are stored again."""
+    """Its key names a prefix that no sequence can have again, even with the same tokens."""
     manager = BlockManager(4, 2)
     a = stored(manager, [1, 2, 3, 4], release=False)
     first, second = a.blocks
@@ -399,7 +400,7 @@ def test_a_block_whose_predecessor_was_evicted_is_not_found():
 
 
 def test_a_number_of_a_prefix_is_never_used_again():
-    """Of three blocks the last is left; what is stored next must not be taken for its predecessor."""
+    """Of three blocks the last is left; what is stored next is not taken for its predecessor."""
     manager = BlockManager(6, 2)
     table = stored(manager, [1, 2, 3, 4, 5, 6], release=False)
     third = table.blocks[2]
@@ -456,16 +457,8 @@ def test_a_fork_at_a_blocks_end_copies_nothing():
 # The cache
 
 
-def lively(**changes: object) -> Decoder:
-    """A tiny model with weights so large that every position and head matters to the logits, which are about 1."""
-    torch.manual_seed(0)
-    model = Decoder(tiny_config(**changes)).eval().requires_grad_(False)
-    for p in model.parameters():
-        p += 0.1 * torch.randn_like(p)
-    return model
-
-
-MODEL = lively()
+SMALL = partial(lively, size=0.1)
+MODEL = SMALL()
 
 
 def ids_of(n: int, seed: int = 0) -> list[int]:
@@ -501,7 +494,10 @@ CHUNKS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=
 @given(sequences=CHUNKS, late=st.integers(0, 3), seed=st.integers(0, 99))
 @settings(deadline=None, max_examples=12)
 def test_ragged_batches_give_the_full_forward(backend, block_size, sequences, late, seed):
-    """Prompts, chunks and single tokens of several sequences in one pass; each sequence begins `late` passes after the last."""
+    """Prompts, chunks and single tokens of several sequences in one pass.
+
+    Each sequence begins `late` passes after the last.
+    """
     check_ragged(backend, block_size, sequences, late, seed)
 
 
@@ -573,7 +569,7 @@ def test_a_found_prefix_gives_the_same_logits(backend):
 
 @torch.no_grad()
 def test_what_is_past_a_sequences_end_does_not_matter():
-    """Blocks are used again: NaNs that somebody else has left in them are not this sequence's business."""
+    """Blocks are used again: NaNs that another sequence left in them do no harm."""
     for backend in BACKENDS if INTERPRETED else ("auto", "reference", "sdpa"):
         cache = PagedKVCache(MODEL, 12, 4, backend=backend)
         cache.rows.k.fill_(torch.nan)
@@ -618,7 +614,7 @@ def test_a_batch_can_be_refilled():
 
 
 def test_bytes_and_shapes():
-    model = lively(n_layers=3, n_kv_heads=1)
+    model = SMALL(n_layers=3, n_kv_heads=1)
     cache = PagedKVCache(model, 7, 5)
     assert (
         cache.rows.k.shape == cache.rows.v.shape == (3, 7, 5, 1, 8)
@@ -653,7 +649,7 @@ def test_refused_batches():
     for tables, n_new in (([], []), ([a], []), ([a, b], [1])):
         with pytest.raises(
             ValueError,
-            match=f"{len(tables)} block tables and {len(n_new)} token counts; give one count for each",
+            match=f"{len(tables)} block tables and {len(n_new)} token counts; give one",
         ):
             cache.batch(tables, n_new)
     for n in (0, -1, 1.0, True):
@@ -680,7 +676,7 @@ def test_writing_into_a_shared_block_is_refused():
     for table in (a, b):
         with pytest.raises(
             ValueError,
-            match="Token 2 would go to a block that other sequences hold as well; reserve its room first",
+            match="Token 2 would go to a block that other sequences hold as well; reserve",
         ):
             cache.batch([table], [1])
     cache.reserve(a, 1)

@@ -1,4 +1,4 @@
-"""What surrounds the code: set-up files that agree, a README whose commands and tables are true, well-formed lessons."""
+"""What surrounds the code: set-up files that agree, a README that is true, used figures."""
 
 import json
 import re
@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from order import ORDER
 
+from minillm import generate
 from minillm.bench import BENCHMARKS, tables
 
 ROOT = Path(__file__).parent.parent
@@ -39,7 +41,7 @@ def test_every_requirement_is_pinned():
 
 
 def test_conda_goes_through_the_same_files():
-    """conda brings Python and pip; everything else comes through pyproject.toml and constraints.txt."""
+    """conda brings Python and pip; all else comes through pyproject.toml and constraints.txt."""
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     conda = [d for d in environment["dependencies"] if isinstance(d, str)]
     (through_pip,) = (d["pip"] for d in environment["dependencies"] if isinstance(d, dict))
@@ -55,7 +57,11 @@ def test_conda_goes_through_the_same_files():
 def test_readme_names_every_module_and_lesson():
     tree = README.split("## The tree")[1].split("```")[1]
     modules = {p.name for p in (ROOT / "minillm").glob("*.py")} - {"__init__.py"}
-    assert set(re.findall(r"^  (\w+\.py)", tree, re.M)) == modules
+    listed = re.findall(r"^  (\w+(?:\.py|/))", tree, re.M)
+    folders = {f"{p.parent.name}/" for p in (ROOT / "minillm").glob("*/__init__.py")}
+    assert set(listed) == modules | folders
+    positions = [ORDER.index(name.removesuffix(".py").removesuffix("/")) for name in listed]
+    assert positions == sorted(positions), "the tree is in the order of the imports"
     assert re.findall(r"\(notebooks/(\w+)\.ipynb\)", README) == [p.stem for p in LESSONS]
     for name in re.findall(r"`(test_\w+\.py)`", README):
         assert (ROOT / "tests" / name).exists()
@@ -70,21 +76,36 @@ def test_readme_make_targets_exist():
 
 
 def test_readme_commands_run(default, capsys):
-    """Each `python -m minillm …` line of the README, but for the conversation, which needs somebody to talk."""
+    """Each `python -m minillm …` line of the README but the conversation, which needs a person."""
     from minillm.__main__ import main
 
-    lines = re.findall(r"^python -m minillm (\w+)(.*?)\s*(?:#.*)?$", README, re.M)
-    assert {command for command, _ in lines} >= {"generate", "count", "chat"}
+    lines = re.findall(r"^(?:\$ )?python -m minillm (\w+)(.*?)\s*(?:#.*)?$", README, re.M)
+    assert {command for command, _ in lines} >= {"generate", "count", "chat", "bench"}
     for command, rest in lines:
-        if command != "chat":
+        if command not in ("chat", "bench"):
             arguments = [a or b for a, b in re.findall(r'"([^"]*)"|(\S+)', rest)]
             limit = ["--max-new-tokens", "3", "--device", "cpu"] if command == "generate" else []
             assert main([command, *arguments, *limit]) == 0
 
 
+def test_readme_shows_the_real_output(default):
+    """The command's output on the first screen is what the model says."""
+    prompt, n, shown = re.search(
+        r'minillm generate "(.*?)" --max-new-tokens (\d+)\n(.*?)\n```', README, re.S
+    ).groups()
+    model, tokenizer = default
+    answer = generate(model, tokenizer.encode(prompt), int(n))
+    assert tokenizer.decode(answer) == shown
+
+
 def test_readme_results_are_the_recorded_ones():
     table = README.split(tables.MARKERS[0])[1].split(tables.MARKERS[1])[0].strip()
     assert table == tables.results_table(ROOT / "figures" / "data")
+    first, last = tables.HIGHLIGHT_MARKERS
+    assert README.split(first)[1].split(last)[0].strip() == tables.highlights(
+        ROOT / "figures" / "data"
+    )
+    assert README.split(first)[1].split(last)[0].count("\n") == 8, "five rows and a head"
     for path in (ROOT / "figures" / "data").glob("*.json"):
         document = json.loads(path.read_text())
         assert path.name == f"{document['name']}.{document['hardware']['label']}.json"

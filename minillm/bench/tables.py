@@ -1,7 +1,8 @@
-"""The README's results, generated from the recorded files."""
+"""The README's results, generated from the recorded files: five in plain words, then all."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 from minillm.bench import BENCHMARKS
 from minillm.folders import data_folder
@@ -10,6 +11,18 @@ MARKERS = (
     "<!-- results, written by python -m minillm.bench --readme -->",
     "<!-- end of results -->",
 )
+HIGHLIGHT_MARKERS = (
+    "<!-- highlights, written by python -m minillm.bench --readme -->",
+    "<!-- end of highlights -->",
+)
+
+
+def _documents(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}.*.json"))]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def results_table(folder: Path) -> str:
@@ -19,23 +32,61 @@ def results_table(folder: Path) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for name in BENCHMARKS:
-        for path in sorted(folder.glob(f"{name}.*.json")):
-            document = json.loads(path.read_text())
+        for document in _documents(folder, name):
             label = document["hardware"]["label"]
             for row in document["rows"]:
                 share = f"{row['of_bound']:.0%}" if "of_bound" in row else "–"
                 ratios = [f"{ratio:.2f} × {peer}" for peer, ratio in row.get("against", {}).items()]
                 gaps = [f"{peer}: {reason}" for peer, reason in row.get("gaps", {}).items()]
                 peers = ", ".join(ratios + gaps) or "–"
-                value = f"{row['value']:,.0f}" if row["value"] >= 100 else f"{row['value']:.3g}"
-                result = f"{value} {row['unit']}"
+                result = f"{_number(row['value'])} {row['unit']}"
                 lines.append(f"| {row['what']} | {label} | {result} | {share} | {peers} |")
     return "\n".join(lines)
 
 
+def highlights(folder: Path) -> str:
+    """Five results on a CPU in plain words, as a Markdown table; those that are recorded."""
+    lines = ["| on two CPU cores | |", "| --- | --- |"]
+    for name, begins, words, shown in (
+        ("decode", "decode", "one user", _speed),
+        ("prefill", "prefill", "reading a prompt of 512 tokens", _speed),
+        ("serve", "serve 16 requests at once, answers of many", "16 users at once", _speed),
+        ("serve", "TTFT", "a prompt whose first 512 tokens are known", _first_token),
+        ("serve", "empty slots", "cache memory handed out and not used", _share),
+    ):
+        for document in _documents(folder, name):
+            on_cpu = document["hardware"]["label"] == "cpu-2-threads"
+            rows = [row for row in document["rows"] if row["what"].startswith(begins) and on_cpu]
+            lines += [f"| {words} | {shown(row)} |" for row in rows[:1]]
+    return "\n".join(lines)
+
+
+def _speed(row: dict[str, Any]) -> str:
+    """Tokens per second, the share of the bound, and the ratio to the peers."""
+    parts = [f"{_number(row['value'])} {row['unit']}"]
+    if "of_bound" in row:
+        parts.append(f"{row['of_bound']:.0%} of what this machine allows")
+    parts += [
+        f"{ratio:.1f} × {peer}"
+        for peer, ratio in row.get("against", {}).items()
+        if peer in ("transformers", "one at a time")
+    ]
+    return ", ".join(parts)
+
+
+def _first_token(row: dict[str, Any]) -> str:
+    return f"the first token comes after {row['value']:.0f}% of the time"
+
+
+def _share(row: dict[str, Any]) -> str:
+    return f"{row['value']:.1f}%"
+
+
 def update_readme(readme: Path) -> None:
-    """Put the current `results_table` between the README's two markers."""
-    before, rest = readme.read_text(encoding="utf-8").split(MARKERS[0])
-    after = rest.split(MARKERS[1])[1]
-    table = results_table(data_folder())
-    readme.write_text(f"{before}{MARKERS[0]}\n{table}\n{MARKERS[1]}{after}", encoding="utf-8")
+    """Put the current tables between the README's markers."""
+    text = readme.read_text(encoding="utf-8")
+    for markers, table in ((HIGHLIGHT_MARKERS, highlights), (MARKERS, results_table)):
+        before, rest = text.split(markers[0])
+        after = rest.split(markers[1])[1]
+        text = f"{before}{markers[0]}\n{table(data_folder())}\n{markers[1]}{after}"
+    readme.write_text(text, encoding="utf-8")

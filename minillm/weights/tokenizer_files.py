@@ -28,7 +28,7 @@ _GGUF_PATTERNS = {"smollm": _SMOLLM, "gpt-2": _GPT2, "llama-bpe": _LLAMA3, "qwen
 
 # Bounds for a pattern, which its compiler writes out with all its repetitions, and for trying it on
 # one line of text. Honest ones have some 300 characters, repeat thrice and take microseconds.
-_PATTERN_LENGTH, _PATTERN_REPEATS, _PATTERN_SECONDS = 2000, 1000, 2.0
+_PATTERN_LENGTH, _PATTERN_REPEATS, _PATTERN_SECONDS = 2000, 1000, 1.0
 
 # Token types in GGUF files
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5

@@ -1,0 +1,18 @@
+"""The modules of the package from top to bottom: a module imports only from modules before it."""
+
+# The first ones import no torch.
+TORCH_FREE = (
+    "checks", "folders", "config", "costs", "hardware", "card", "blocks", "request", "scheduler",
+    "timeline", "virtual_time", "metrics", "fragmentation",
+)  # fmt: skip
+ORDER = (
+    *TORCH_FREE, "measure", "devices", "chat_template", "tokenizer", "kernels", "kernels.tiles",
+    "kernels.flash_forward", "kernels.flash_backward", "kernels.flash_decode",
+    "kernels.paged_attention", "flash", "attention", "cache", "model", "kv_cache", "weights.files",
+    "weights.build", "weights.safetensors_folder", "weights.gguf_header", "weights.gguf_checkpoint",
+    "weights.tokenizer_files", "weights.default", "weights", "training", "gqa", "prepack",
+    "sampling", "generate", "ragged", "paged", "cuda_graphs", "steps", "engine", "workload",
+    "plots", "bench", "bench.recording", "bench.peers", "bench.decode", "bench.prefill",
+    "bench.attention", "bench.serve_gpu", "bench.serve", "bench.load", "bench.tables",
+    "bench.command", "__main__", "bench.__main__",
+)  # fmt: skip
