@@ -157,11 +157,22 @@ class Decoder(nn.Module):
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{L} layers of {K} key/value heads of {D} dimensions in {dtype}"
 
+    def _check_ids(self, tokens: Tensor) -> None:
+        # Only on a CPU: elsewhere a look at the numbers would have to wait for the device.
+        if tokens.device.type == "cpu" and len(tokens):
+            low, high = (int(x) for x in tokens.aminmax())
+            if low < 0 or high >= self.config.vocab_size:
+                raise ValueError(
+                    f"tokens holds the id {low if low < 0 else high}; ids must be from 0 to "
+                    f"{self.config.vocab_size - 1}."
+                )
+
     def hidden(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Token ids (B, T) to the last layer's normalized states (B, T, C).
 
         `head` turns those into logits. Raises ValueError for tokens of another shape or dtype, for
-        a cache made for another model, and for positions past the model's `max_seq_len`.
+        a cache made for another model, for positions past the model's `max_seq_len`, and on a CPU
+        for ids outside the vocabulary.
         """
         if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):
             raise ValueError(
@@ -170,6 +181,7 @@ class Decoder(nn.Module):
             )
         if tokens.shape[1] == 0:
             raise ValueError("tokens is empty; give at least one token.")
+        self._check_ids(tokens)
         cache = NoCache() if cache is None else cache
         made_for = getattr(cache, "made_for", None)  # caches that keep nothing fit any model
         if made_for not in (None, self.kv_format):

