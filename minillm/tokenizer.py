@@ -23,8 +23,11 @@ from minillm.checks import brief
 SAMPLE = "Words don't 12 ½ _x+y?! \t \n\r\n  é e\u0301 ж 漢字 🦜\u200d🦜 \u00a0\x00\ue000 0000x"
 """Characters of every kind, on which patterns are tried."""
 
-_MAX_SPECIAL = 20_000
-"""Control tokens, all of which are looked for at once; published vocabularies have some 1,000."""
+_MAX_SPECIAL, _MAX_SPECIAL_LENGTH = 20_000, 300_000
+"""Control tokens and their characters together; published vocabularies have some 1,000 and 30,000.
+
+All of them are looked for at every place in a text.
+"""
 
 
 class Tokenizer:
@@ -48,10 +51,11 @@ class Tokenizer:
         nfc: bool = False,
         name: str = "custom",
     ):
-        if len(special) > _MAX_SPECIAL:
+        length = sum(map(len, special))
+        if len(special) > _MAX_SPECIAL or length > _MAX_SPECIAL_LENGTH:
             raise ValueError(
                 f"The vocabulary has {len(special)} control tokens; at most {_MAX_SPECIAL} are "
-                "supported."
+                f"supported, of {_MAX_SPECIAL_LENGTH} characters together."
             )
         ranks = _ranks(vocab, special)
         _check_merge_order(vocab, merges, ranks)

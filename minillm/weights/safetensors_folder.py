@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from minillm.weights.build import SLICE_BYTES
 from minillm.weights.files import MEGABYTE, check_file, read_json
 
 _DTYPES = ("F32", "F16", "BF16")
-_OPEN_BYTES = 64 << 20
+_OPEN_BYTES, _OPEN_FILES = 64 << 20, 64
 
 
 class SafetensorsFolder:
@@ -30,7 +31,8 @@ class SafetensorsFolder:
         self.config = ModelConfig.from_hf(raw, name=folder.resolve().name)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._path: dict[str, Path] = {}
-        self._file, self._file_path, self._file_read = None, None, 0
+        self._files: dict[Path, Any] = {}  # open now
+        self._n_read = 0  # bytes since they were opened
         for path in _files(folder):
             try:
                 with safe_open(path, framework="pt") as f:
@@ -60,13 +62,14 @@ class SafetensorsFolder:
         # A file is mapped into memory while it is open, and the pages that were read count as
         # ours. Opening it anew now and then keeps them few; doing so for every tensor would read
         # the header of a large checkpoint thousands of times.
-        if path != self._file_path or self._file_read > _OPEN_BYTES:
-            self._file = self._open(path, framework="pt")
-            self._file_path, self._file_read = path, 0
-        tensor = self._file.get_slice(name)
+        if self._n_read > _OPEN_BYTES or len(self._files) >= _OPEN_FILES:
+            self._files, self._n_read = {}, 0
+        if path not in self._files:
+            self._files[path] = self._open(path, framework="pt")
+        tensor = self._files[path].get_slice(name)
         for first in range(0, shape[0], n_rows):
             rows = tensor[first : first + n_rows]
-            self._file_read += rows.nbytes
+            self._n_read += rows.nbytes
             yield first, rows
 
 

@@ -61,6 +61,11 @@ def tokenizer_from_gguf(fields: dict[str, Any], name: str = "gguf") -> Tokenizer
         special = {t: i for t, i in vocab.items() if kinds[t] in (_CONTROL, _USER_DEFINED)}
         stop = [get(f"{kind}_token_id") for kind in ("eos", "eot", "eom")]
         bos = get("bos_token_id")
+        if bos is not None and not 0 <= bos < len(tokens):
+            raise ValueError(
+                f"The first or prefix id {brief(bos)} is outside the vocabulary of {len(tokens)} "
+                "tokens."
+            )
         named = {"bos_token": bos, "eos_token": stop[0]}
         starts_with_bos = get("add_bos_token", pre == "llama-bpe") and bos is not None
         return Tokenizer(
