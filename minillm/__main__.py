@@ -4,7 +4,6 @@ Bad input ends with one sentence on standard error and exit code 2, never with a
 """
 
 import argparse
-import os
 import signal
 import sys
 import time
@@ -62,9 +61,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    # Idle threads that spin slow every other process on the same cores; libraries read this when
-    # they are first loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     options = _parser().parse_args(arguments)
     commands = {
         "generate": _generate, "chat": _chat, "count": _count, "fetch": _fetch,

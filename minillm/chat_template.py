@@ -96,7 +96,7 @@ def _reply(request: dict[str, Any]) -> dict[str, str]:
             return {"text": text}
         reason = f"its text is longer than {CHARACTERS} characters"
     except _RefusedError as error:
-        return {"error": f"The chat template refuses these messages: {brief(str(error), 500)}"}
+        return {"error": f"The chat template refuses these messages: {brief(str(error), 500)}."}
     except MemoryError:
         reason = f"it needs more than {MEGABYTES} MB of memory"
     except Exception as error:  # Jinja's own kinds, and whatever an expression raises

@@ -25,6 +25,7 @@ from minillm.model import Decoder
 from minillm.tokenizer import Tokenizer
 from minillm.weights.build import Checkpoint, build, parameter_sources
 from minillm.weights.default import fetch_default
+from minillm.weights.files import check_file
 from minillm.weights.gguf_checkpoint import GGUFCheckpoint
 from minillm.weights.gguf_header import read_gguf
 from minillm.weights.safetensors_folder import SafetensorsFolder
@@ -63,7 +64,8 @@ def load(
 
 
 def _open(path: Path, source: str | Path | None) -> tuple[Checkpoint, Tokenizer | None]:
-    if os.path.isfile(path):
+    if os.path.exists(path) and not os.path.isdir(path):
+        check_file(path)
         if path.suffix != ".gguf":
             raise ValueError(
                 f"{path} is a file but not a .gguf one; give a folder in Hugging Face format, a "

@@ -32,7 +32,12 @@ def fetch_default() -> Path:
 
     Raises ValueError or FileNotFoundError in one sentence.
     """
-    target = cache_folder() / _GGUF_NAME
+    try:
+        target = cache_folder() / _GGUF_NAME
+    except RuntimeError as error:  # a home folder that is not known, as in ~nobody-here/cache
+        raise ValueError(
+            f"There is no cache folder ({brief(str(error))}); name one in $MINILLM_CACHE."
+        ) from error
     try:
         if not target.exists():
             _fetch(target)
@@ -45,7 +50,7 @@ def fetch_default() -> Path:
         if isinstance(error, FileNotFoundError) and error.errno is None:
             raise  # our own sentence
         raise ValueError(
-            f"The cache folder {cache_folder()} cannot be used ({error.strerror or error}); free "
+            f"The cache folder {brief(str(cache_folder()), 200)} cannot be used ({error.strerror or error}); free "
             "some space, or name another folder in $MINILLM_CACHE."
         ) from error
     return target
