@@ -161,6 +161,15 @@ def test_names_of_shards(tmp_path: Path, name: str, kind: type[Exception]) -> No
     refused(lambda: load(path, device="cpu"), "shards must be|is missing, though", kind)
 
 
+def test_long_paths_are_shown_to_their_end(tmp_path: Path) -> None:
+    """Those of a hub's cache have more than 100 characters."""
+    path = tmp_path / ("models--organization--a-name-of-some-length" * 2) / "snapshots"
+    path.mkdir(parents=True)
+    refused(lambda: load(path), r"snapshots/config\.json' does not exist", FileNotFoundError)
+    (path / "config.json").write_text("{")
+    refused(lambda: load(path), r"snapshots/config\.json' is not valid JSON")
+
+
 def test_a_shard_that_is_a_folder(tmp_path: Path) -> None:
     path = folder(tmp_path / "m")
     (path / "model.safetensors").unlink()

@@ -25,7 +25,7 @@ from minillm.model import Decoder
 from minillm.tokenizer import Tokenizer
 from minillm.weights.build import Checkpoint, build, parameter_sources
 from minillm.weights.default import fetch_default
-from minillm.weights.files import check_file
+from minillm.weights.files import PATH, check_file
 from minillm.weights.gguf_checkpoint import GGUFCheckpoint
 from minillm.weights.gguf_header import read_gguf
 from minillm.weights.safetensors_folder import SafetensorsFolder
@@ -59,7 +59,7 @@ def load(
         if error.errno is None:
             raise  # our own sentence
         raise ValueError(
-            f"{brief(str(path))} cannot be read ({error.strerror}); look at its permissions."
+            f"{brief(str(path), PATH)} cannot be read ({error.strerror}); look at its permissions."
         ) from error
 
 

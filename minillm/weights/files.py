@@ -11,6 +11,8 @@ from typing import Any
 from minillm.checks import brief
 
 MEGABYTE = 1_000_000
+PATH = 300
+"""How much of a path a message shows: those of a hub's cache have more than 100 characters."""
 _MAX_CONTAINERS = 2_000_000
 """Lists and objects in one JSON file. A vocabulary has a list for each merge, half a million."""
 
@@ -18,11 +20,11 @@ _MAX_CONTAINERS = 2_000_000
 def check_file(path: Path, limit: float = float("inf")) -> None:
     """Raise ValueError unless `path` is a regular file of at most `limit` bytes."""
     if not path.is_file():
-        raise ValueError(f"{brief(str(path))} is not a regular file; give the file itself.")
+        raise ValueError(f"{brief(str(path), PATH)} is not a regular file; give the file itself.")
     if path.stat().st_size > limit:
         raise ValueError(
-            f"{brief(str(path))} has {path.stat().st_size} bytes; files of this kind have at most "
-            f"{limit:.0f}."
+            f"{brief(str(path), PATH)} has {path.stat().st_size} bytes; files of this kind have "
+            f"at most {limit:.0f}."
         )
 
 
@@ -32,7 +34,7 @@ def read_text(path: Path, limit: int) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{brief(str(path))} cannot be read as text ({error}).") from error
+        raise ValueError(f"{brief(str(path), PATH)} cannot be read as text ({error}).") from error
 
 
 def read_json(path: Path, *, limit: int = MEGABYTE, missing_ok: bool = False) -> dict[str, Any]:
@@ -43,20 +45,22 @@ def read_json(path: Path, *, limit: int = MEGABYTE, missing_ok: bool = False) ->
     if not path.exists():
         if missing_ok:
             return {}
-        raise FileNotFoundError(f"{brief(str(path))} does not exist; a Hugging Face folder has it.")
+        raise FileNotFoundError(
+            f"{brief(str(path), PATH)} does not exist; a Hugging Face folder has it."
+        )
     text = read_text(path, limit)
     if text.count("[") + text.count("{") > _MAX_CONTAINERS:
         raise ValueError(
-            f"{brief(str(path))} has more than {_MAX_CONTAINERS} lists and objects; that cannot be "
-            "a file of a checkpoint."
+            f"{brief(str(path), PATH)} has more than {_MAX_CONTAINERS} lists and objects; that "
+            "cannot be a file of a checkpoint."
         )
     try:
         value = json.loads(text, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{brief(str(path))} is not valid JSON ({error}).") from error
+        raise ValueError(f"{brief(str(path), PATH)} is not valid JSON ({error}).") from error
     if not isinstance(value, dict):
         raise ValueError(
-            f"{brief(str(path))} holds a {type(value).__name__}; expected a JSON object."
+            f"{brief(str(path), PATH)} holds a {type(value).__name__}; expected a JSON object."
         )
     return value
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from minillm.checks import brief
 from minillm.config import ModelConfig
 from minillm.weights.build import SLICE_BYTES
-from minillm.weights.files import MEGABYTE, check_file, read_json
+from minillm.weights.files import MEGABYTE, PATH, check_file, read_json
 
 _DTYPES = ("F32", "F16", "BF16")
 _OPEN_BYTES, _OPEN_FILES = 64 << 20, 64
@@ -100,8 +100,8 @@ def _files(folder: Path) -> list[Path]:
             )
         if not os.path.exists(folder / name):  # False also for a name that cannot exist
             raise FileNotFoundError(
-                f"{brief(str(folder / name))} is missing, though {index.name} names it; fetch it "
-                "again."
+                f"{brief(str(folder / name), PATH)} is missing, though {index.name} names it; "
+                "fetch it again."
             )
         check_file(folder / name)
     return [folder / name for name in names]
