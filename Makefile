@@ -48,6 +48,7 @@ test: lint
 	TRITON_INTERPRET=1 $(PYTEST) -m interpret
 	PYTHONPATH=tests $(PYTEST) -p without_triton -m "not slow and not gpu" tests
 	MINILLM_FIGURES=build/figures $(PYTEST) --dist loadfile --nbval-lax $(LESSONS)
+	$(MAKE) student
 
 lab: setup
 	$(BIN)/python -m jupyterlab notebooks

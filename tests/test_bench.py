@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 from functools import partial
 
 import pytest
@@ -48,15 +49,16 @@ def rows(recording: Recording) -> list[dict]:
     document = json.loads(recording.path.read_text())
     assert document["hardware"]["label"].startswith("cpu-") and document["versions"]["torch"]
     for row in document["rows"]:
-        assert row["value"] > 0 and row["what"] and row["unit"]
-        assert all(ratio > 0 for ratio in row.get("against", {}).values())
+        # Differences of a few microseconds may come out below 0.
+        assert math.isfinite(row["value"]) and row["what"] and row["unit"]
+        assert all(math.isfinite(ratio) for ratio in row.get("against", {}).values())
     return document["rows"]
 
 
 def test_decode(recording, model):
     decode.measure_decode(recording, model, [1, 2, 3], 4, **REPEATS)
     (row,) = rows(recording)
-    assert row["against"].keys() == {"transformers"} and row["of_bound"] > 0
+    assert row["against"].keys() == {"transformers"} and math.isfinite(row["of_bound"])
 
 
 def test_prefill(recording, model):

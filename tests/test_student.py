@@ -1,5 +1,6 @@
 """The learners' version of a lesson, graded with nbgrader: untouched 0, solutions full marks."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,9 @@ def nbgrader(course: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_untouched_is_0_and_solutions_are_full_marks(tmp_path):
+def test_untouched_is_0_and_solutions_are_full_marks(tmp_path, monkeypatch):
+    # nbgrader calls programs that lie beside it.
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     source = tmp_path / "source" / "minillm"
     source.mkdir(parents=True)
     lesson = shutil.copy(ROOT / "notebooks" / f"{LESSON}.ipynb", source)
