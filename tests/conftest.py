@@ -21,12 +21,17 @@ _SKIPS = (  # marker, when its tests are skipped, and why
     ("interpret", not INTERPRETED, "needs TRITON_INTERPRET=1 pytest -m interpret"),
     ("compile", INTERPRETED, "needs the compiler: pytest -m compile, without TRITON_INTERPRET"),
 )
+# Files of many seconds; `make check` leaves them out, like every test of the default checkpoint.
+_SLOW_FILES = {
+    "test_bench.py", "test_gqa.py", "test_hostile.py", "test_interrupts.py", "test_untrusted.py",
+    "test_weights.py",
+}  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the kernel tests that cannot run here, with the reason; mark the slow ones."""
     for item in items:
-        if "default" in getattr(item, "fixturenames", ()):
+        if item.path.name in _SLOW_FILES or "default" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
         for marker, skipped, reason in _SKIPS:
             if skipped and item.get_closest_marker(marker):
