@@ -11,7 +11,7 @@ BIN := .venv/bin
 LESSONS := $(sort $(wildcard notebooks/*.ipynb))
 # Tests run side by side, one thread each: more threads than cores slow each other down many times.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # Let the kernel be the one of .venv, whatever else is installed for the user.
 export JUPYTER_PREFER_ENV_PATH := 1
 
