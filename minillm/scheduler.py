@@ -152,8 +152,8 @@ class Scheduler:
                     chosen[request] = n
                     budget -= n
                     break
-        # A request that was just sent back is first in the queue, and is not let in again now:
-        # it needs more blocks than it gave back.
+        # A request that was just sent back is first in the queue. It needs more blocks than it
+        # gave back, so it is let in again only if a sample that shared them was sent back as well.
         while may_admit and (budget or self.policy == "static"):
             request = next((r for r in self.waiting if r.parent is None), None)
             if request is None or len(self.running) == self.max_seqs:
@@ -166,7 +166,8 @@ class Scheduler:
                 budget -= n
         for request in decoding:
             n_guesses = min(len(request.guesses), budget)
-            if n_guesses and request in chosen:
+            # It may have been sent back and let in again since.
+            if n_guesses and request in chosen and request.decoding:
                 try:
                     copies += self.manager.reserve(request.table, 1 + n_guesses)
                 except OutOfBlocks:
