@@ -23,8 +23,8 @@ _SKIPS = (  # marker, when its tests are skipped, and why
 )
 # Files of many seconds; `make check` leaves them out, like every test of the default checkpoint.
 _SLOW_FILES = {
-    "test_bench.py", "test_gqa.py", "test_hostile.py", "test_interrupts.py", "test_untrusted.py",
-    "test_weights.py",
+    "test_bench.py", "test_costs.py", "test_flash.py", "test_gqa.py", "test_hostile.py",
+    "test_interrupts.py", "test_tokenizer.py", "test_untrusted.py", "test_weights.py",
 }  # fmt: skip
 
 

@@ -257,7 +257,7 @@ class Manager(RuleBasedStateMachine):
 
 
 Manager.TestCase.settings = settings(deadline=None, max_examples=200, stateful_step_count=40)
-TestManager = Manager.TestCase
+TestManager = pytest.mark.slow(Manager.TestCase)
 
 
 def test_rewinding_into_a_known_block_copies_it():

@@ -110,7 +110,7 @@ class Serving(RuleBasedStateMachine):
 
 
 Serving.TestCase.settings = settings(deadline=None, max_examples=200, stateful_step_count=40)
-TestServing = Serving.TestCase
+TestServing = pytest.mark.slow(Serving.TestCase)
 
 
 # Guesses
