@@ -255,7 +255,7 @@ class Engine:
         requests = list(self._requests.values())
         for request in requests:
             if not request.finish_reason and request.end_reason:  # interrupted just before its end
-                request.ended = request.times[len(request.tokens) - 1]
+                request.ended = request.times[request.n_produced - 1]
                 request.finish_reason = request.end_reason
         self._ended = [request for request in requests if request.finish_reason]
         self.scheduler.restart(request for request in requests if not request.finish_reason)
@@ -267,7 +267,7 @@ class Engine:
         for request in self.scheduler.running if self._proposer else ():
             if request.decoding:
                 # One token comes without a guess, and no more than max_new_tokens are wanted.
-                room = request.max_new_tokens - len(request.tokens) - 1
+                room = request.max_new_tokens - request.n_produced - 1
                 request.guesses = list(self._proposer(request))[:room]
 
     def _produce(self, plan: StepPlan, logits: Tensor, best: list[int]) -> None:
@@ -280,7 +280,7 @@ class Engine:
             self.scheduler.manager.remember(request.table, request.ids)
             if rows:
                 # When a prompt is done, its samples start from the same logits.
-                started = [] if request.tokens else self.scheduler.fork(request)
+                started = [] if request.n_produced else self.scheduler.fork(request)
                 takers += [(each, rows) for each in (request, *started)]
         now = self.clock.now()
         for (request, _), tokens in zip(takers, draw_tokens(takers, logits, best), strict=True):
@@ -314,7 +314,7 @@ class Engine:
             if request.delivered:
                 continue
             if static:
-                request.times, request.ended = [now] * len(request.tokens), now
+                request.times, request.ended = [now] * request.n_produced, now
             try:
                 request.deliver()
             except Exception:

@@ -5,9 +5,10 @@ figure reads without colour; labels stand beside the lines. Figures are saved as
 `figures/`, where the README and slides find them.
 """
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from minillm.folders import figures_folder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,17 +19,6 @@ SKY, PURPLE, GREY = "#56B4E9", "#CC79A7", "#666666"
 COLOURS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
-
-
-def project_folder() -> Path:
-    """The repository that holds this package; the working folder if it is installed elsewhere."""
-    root = Path(__file__).resolve().parent.parent
-    return root if (root / "notebooks").is_dir() else Path.cwd()
-
-
-def data_folder() -> Path:
-    """`figures/data/`, the folder of the benchmarks' recorded results."""
-    return project_folder() / "figures" / "data"
 
 
 def figure(
@@ -85,7 +75,7 @@ def save(fig: "Figure", name: str) -> Path:
 
     $MINILLM_FIGURES names another folder. Raises ValueError if the file has more than 100 kB.
     """
-    folder = project_folder() / os.environ.get("MINILLM_FIGURES", "figures")
+    folder = figures_folder()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.png"
     fig.tight_layout()

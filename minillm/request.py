@@ -48,6 +48,11 @@ class Request:
         return self.ids[self.n_prompt :]
 
     @property
+    def n_produced(self) -> int:
+        """How many tokens those are."""
+        return len(self.ids) - self.n_prompt
+
+    @property
     def n_pending(self) -> int:
         """Tokens still to be computed before the next one can be produced."""
         return len(self.ids) - self.table.n_tokens
@@ -55,18 +60,18 @@ class Request:
     @property
     def decoding(self) -> bool:
         """Whether only the newest token, one that was produced, is left to compute."""
-        return self.n_pending == 1 and len(self.ids) > self.n_prompt
+        return self.n_pending == 1 and self.n_produced > 0
 
     @property
     def end_reason(self) -> str | None:
         """Why the newest token is the last: "stop" or "length"; None if more may follow."""
-        if len(self.ids) > self.n_prompt and self.ids[-1] in self.stop_ids:
+        if self.n_produced and self.ids[-1] in self.stop_ids:
             return "stop"
-        return "length" if len(self.ids) >= self.n_prompt + self.max_new_tokens else None
+        return "length" if self.n_produced >= self.max_new_tokens else None
 
     def uniform(self, i: int) -> float:
         """The number that draws the token `i` places after the newest; any if none is needed."""
-        return self.uniforms[len(self.ids) - self.n_prompt + i] if self.uniforms else 0.0
+        return self.uniforms[self.n_produced + i] if self.uniforms else 0.0
 
     def accept(self, drawn: list[int], now: float) -> int:
         """Add tokens drawn after the newest one and after each guess; returns the wrong guesses.
@@ -78,7 +83,7 @@ class Request:
         for n_right, token in enumerate(drawn):
             if token < 0:
                 raise ValueError("The model's logits are not numbers (NaN); nothing can be drawn.")
-            del self.times[len(self.tokens) :]  # of a token that an interrupt took back
+            del self.times[self.n_produced :]  # of a token that an interrupt took back
             self.times.append(now)
             self.ids.append(token)
             if self.end_reason or n_right == len(guesses) or guesses[n_right] != token:
@@ -87,7 +92,7 @@ class Request:
 
     def deliver(self) -> None:
         """Call `on_token` with the tokens that it has not had yet."""
-        while self.on_token is not None and self.n_delivered < len(self.ids) - self.n_prompt:
+        while self.on_token is not None and self.n_delivered < self.n_produced:
             self.n_delivered += 1
             self.on_token(self.ids[self.n_prompt + self.n_delivered - 1])
 
@@ -99,7 +104,7 @@ class Request:
             self.tokens,
             self.finish_reason,
             self.arrival,
-            [moment - self.arrival for moment in self.times[: len(self.tokens)]],
+            [moment - self.arrival for moment in self.times[: self.n_produced]],
             self.ended - self.arrival,
             self.error,
         )

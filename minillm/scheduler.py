@@ -257,7 +257,7 @@ class Scheduler:
             request.table = BlockTable()
             # A parent that is over, or beyond its prompt, will not compute the prompt for others.
             parent = request.parent
-            if parent is not None and (parent.tokens or parent.finish_reason):
+            if parent is not None and (parent.n_produced or parent.finish_reason):
                 request.parent = None
 
     def slots(self) -> tuple[int, int]:
