@@ -19,6 +19,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -161,10 +162,8 @@ class Engine:
             drawn = sampling is not None and not sampling.greedy
             uniforms = sampling.uniforms(max_new_tokens) if drawn else array("d")
             parent = requests[0] if requests else None
-            request = Request(
-                i, list(ids), max_new_tokens, stop, sampling, parent, on_token, uniforms, arrival
-            )
-            requests.append(request)
+            rest = sampling, parent, on_token, uniforms, arrival
+            requests.append(Request(i, list(ids), max_new_tokens, stop, *rest))
         if max_new_tokens:
             self.scheduler.check(requests[0], len(requests))
         with self._restored_if_interrupted():
@@ -257,7 +256,8 @@ class Engine:
             if not request.finish_reason and request.end_reason:  # interrupted just before its end
                 request.ended = request.times[request.n_produced - 1]
                 request.finish_reason = request.end_reason
-        self._ended = [request for request in requests if request.finish_reason]
+        ended = [request for request in requests if request.finish_reason]
+        self._ended = sorted(ended, key=lambda request: not request.delivered)  # delivered first
         self.scheduler.restart(request for request in requests if not request.finish_reason)
         if self._graphs is not None:
             self._graphs.claim_padding()
@@ -310,9 +310,9 @@ class Engine:
         if static and self.scheduler.running:
             return
         now = self.clock.now()
-        for request in self._ended:
-            if request.delivered:
-                continue
+        # Those that ended since the last time stand at the end of the list.
+        new = list(takewhile(lambda request: not request.delivered, reversed(self._ended)))
+        for request in reversed(new):
             if static:
                 request.times, request.ended = [now] * request.n_produced, now
             try:
