@@ -130,6 +130,7 @@ def test_an_encoding_that_lacks_characters():
     assert done.returncode == 0 and "1 ? 2048 tokens" in done.stdout  # the sign for "times"
 
 
+@pytest.mark.slow
 def test_a_fetch_that_is_terminated_leaves_nothing(tmp_path):
     """The package index is a socket that never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -261,6 +261,7 @@ BASES = [raw_config(cls) for cls in (LlamaConfig, MistralConfig, Qwen2Config, Qw
 
 # Derandomized, here and in the other files: the same examples on every run, so that a failure is
 # never luck.
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.data())
 def test_from_hf_gives_a_config_or_a_value_error(data: st.DataObject) -> None:

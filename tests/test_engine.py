@@ -714,6 +714,7 @@ def soak(e: Engine, n: int, seed: int) -> Tally:
     return tally
 
 
+@pytest.mark.slow
 def test_two_thousand_requests_leave_nothing_behind():
     e = engine(lively(n_layers=1), n_blocks=30, block_size=4, max_seqs=16, max_batch_tokens=64)
     soak(e, 200, 0)  # everything that is set up once is

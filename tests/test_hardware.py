@@ -73,6 +73,7 @@ def test_unknown_names_are_refused():
         roofline_seconds(CHIP, 1, 1, "int8")
 
 
+@pytest.mark.slow
 def test_measuring_this_machine(monkeypatch):
     """With fewer repeats than otherwise, which only makes the figures less exact."""
 
