@@ -95,6 +95,7 @@ class BlockTable:
     # Of the leading full blocks that the prefix cache knows or was offered: the number of the
     # prefix that ends with each.
     prefixes: list[int] = field(default_factory=list)
+    copied: int = 0  # leading entries that the copy on a GPU has, kept by `minillm.cuda_graphs`
 
     @property
     def prefix(self) -> int:
@@ -182,6 +183,7 @@ class BlockManager:
             at = table.n_tokens // self.block_size
             shared, table.blocks[at] = table.blocks[at], self._take()
             copies.append((shared, table.blocks[at]))
+            table.copied = min(table.copied, at)
             self._release(shared)
         while len(table.blocks) * self.block_size < table.n_tokens + n_new:
             table.blocks.append(self._take())
@@ -200,6 +202,7 @@ class BlockManager:
         table.n_tokens -= n
         while len(table.blocks) > -(-table.n_tokens // self.block_size):
             self._release(table.blocks.pop())
+        table.copied = min(table.copied, len(table.blocks))
         del table.prefixes[table.n_tokens // self.block_size :]
 
     def fork(self, table: BlockTable) -> BlockTable:
@@ -237,7 +240,7 @@ class BlockManager:
         # The last block goes first, to be evicted first: without its predecessors it is useless.
         while table.blocks:
             self._release(table.blocks.pop())
-        table.n_tokens = 0
+        table.n_tokens = table.copied = 0
         table.prefixes.clear()
 
     def writes_shared(self, table: BlockTable) -> bool:

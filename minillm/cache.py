@@ -7,6 +7,11 @@ The model computes what is per token. Everything that looks at other tokens is h
     cache.advance(T)                     # after the last layer: the tokens now count as past
 
 `KVCache` stores one batch of equal lengths, `PagedKVCache.batch` many sequences in blocks.
+
+A cache may offer one thing more, for the kernel that turns, stores and writes in one go:
+
+    slots = cache.slots(layer)           # where the new rows go, or None if only the cache can say
+    out = cache.attend_written(layer, q) # `attend`, when k and v lie in those slots already
 """
 
 from typing import Protocol

@@ -1,13 +1,23 @@
-"""Decode steps as CUDA graphs: captured once for a few batch sizes, then replayed.
+"""Decode steps as CUDA graphs: captured for a few batch sizes, then replayed.
 
-A decode step of a small model is hundreds of kernels of a few microseconds each; launching them
-one by one from Python takes longer than running them. A graph replays all of them at once, from
-the same tensors, which get each step's numbers before. Rows beyond the requests at hand are
-padding: a sequence of one token in a block of its own.
+Source: NVIDIA, CUDA C++ Programming Guide, "CUDA Graphs".
+Cost: a decode step is hundreds of kernels of a few microseconds each, and launching them one by one
+from Python takes longer than running them. A graph replays all of them at once. It reads the same
+tensors every time, so each step's numbers are copied there first: a token and a length for each
+sequence, and of the block tables only the entries that are new. All else is worked out inside of
+the graph, the likeliest token included.
+
+    DecodeRows      the tensors that a step reads, and the step itself
+    DecodeGraphs    that step, captured for several numbers of sequences
+    GraphedSequence one sequence through a prompt and graphs: what `generate` uses on a GPU
+
+Rows beyond the sequences at hand are padding: a sequence of one token in a block of its own.
+Not here: prompts, whose lengths are too many to capture.
 Not run on a GPU yet.
 """
 
 from array import array
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,66 +26,160 @@ from minillm.blocks import BlockTable
 from minillm.kernels import why_not_triton
 from minillm.model import Decoder
 from minillm.paged import PagedBatch, PagedKVCache
+from minillm.ragged import RaggedLayout
+
+
+class DecodeRows:
+    """What a decode step of up to `max_seqs` sequences reads: tensors that stay where they are."""
+
+    def __init__(self, model: Decoder, cache: PagedKVCache, max_seqs: int):
+        size, n_blocks = cache.manager.block_size, cache.manager.allocator.n_blocks
+        width = min(n_blocks, -(-model.config.max_seq_len // size))
+        self._model, self._cache = model, cache
+        zeros = {"dtype": torch.int32, "device": model.device}
+        self._tables = torch.zeros(max_seqs, width, **zeros)
+        self._inputs = torch.zeros(2 * max_seqs, **zeros)  # tokens, then lengths with them
+        self._held: list[BlockTable | None] = [None] * max_seqs  # whose blocks each row holds
+
+    def fill(self, tables: Sequence[BlockTable], tokens: Sequence[int]) -> None:
+        """Bring the rows up to date for one new token of each sequence."""
+        places, blocks = array("q"), array("i")
+        for i, table in enumerate(tables):
+            known = table.copied if self._held[i] is table else 0
+            if known < len(table.blocks):
+                first = i * self._tables.shape[1]
+                places.extend(range(first + known, first + len(table.blocks)))
+                blocks.extend(table.blocks[known:])
+        for i, table in enumerate(tables):
+            self._held[i], table.copied = table, len(table.blocks)
+        # A sequence that has moved to another row must not be taken as known in its old one.
+        self._held[len(tables) :] = [None] * (len(self._held) - len(tables))
+        device = self._tables.device
+        if places:
+            where = torch.frombuffer(places, dtype=torch.int64).to(device)
+            what = torch.frombuffer(blocks, dtype=torch.int32).to(device)
+            self._tables.view(-1).index_copy_(0, where, what)
+        numbers = array("i", [*tokens, *[table.n_tokens + 1 for table in tables]])
+        self._inputs[: len(numbers)].copy_(torch.frombuffer(numbers, dtype=torch.int32))
+
+    @torch.inference_mode()
+    def step(self, n: int) -> tuple[Tensor, Tensor]:
+        """Logits (n, V) after the first n rows' tokens, and the likeliest token of each, (n,).
+
+        Nothing comes from the host or goes to it, so that this can be captured.
+        """
+        tokens, lens = self._inputs[: 2 * n].view(2, n)
+        batch = _DecodeBatch(self._cache, self._tables[:n], lens)
+        logits = self._model(tokens[None], batch)[0]
+        return logits, logits.argmax(-1)
+
+
+class _DecodeBatch(PagedBatch):
+    """One new token of each of n sequences, from tables (n, width) and lens (n,) on the device."""
+
+    def __init__(self, cache: PagedKVCache, tables: Tensor, lens: Tensor):
+        self.cache, self.made_for, self.n_new = cache, cache.made_for, [1] * len(lens)
+        size = cache.manager.block_size
+        self._positions = lens.long() - 1
+        self._block = tables.gather(1, self._positions[:, None] // size)[:, 0].long()
+        self._offset = self._positions % size
+        both = torch.stack((lens, torch.ones_like(lens)))
+        longest = tables.shape[1] * size
+        layout = RaggedLayout(tables, both, self.n_new, self.n_new, size, longest)
+        each = torch.arange(len(lens), dtype=torch.int32, device=lens.device)
+        layout.tiles = torch.stack((each, torch.zeros_like(each), each))  # a tile a sequence
+        self._layout = layout
+
+    def advance(self, n_new: int) -> None:
+        pass  # the host counts
+
+
+def graph_sizes(max_seqs: int) -> list[int]:
+    """The numbers of sequences to capture: 1, 2, 4, then steps of 8, beyond 64 steps of 32."""
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, max_seqs, 32)]
+    return [n for n in steps if n < max_seqs] + [max_seqs]
+
+
+def why_no_graphs(model: Decoder, backend: str) -> str | None:
+    """A sentence that says why this model's decode steps can't be captured, or None."""
+    if model.device.type != "cuda":
+        return (
+            f"cuda_graphs needs a model on a CUDA device; this one is on {model.device}. "
+            "Leave it off."
+        )
+    query = torch.empty(0, 1, model.config.d_head, dtype=model.dtype, device=model.device)
+    if backend not in ("auto", "triton") or why_not_triton(query, 1.0):
+        return (
+            "cuda_graphs needs the backend 'triton', whose launches do not depend on the "
+            "numbers; leave it off."
+        )
+    return None
 
 
 class DecodeGraphs:
-    """One token more of each of up to `max_seqs` sequences of `cache`."""
+    """One token more of each of up to `max_seqs` sequences of `cache`, captured when made."""
 
     def __init__(self, model: Decoder, cache: PagedKVCache, max_seqs: int):
-        device = model.device
-        if device.type != "cuda":
-            raise ValueError(
-                f"cuda_graphs needs a model on a CUDA device; this one is on {device}. "
-                "Leave it off."
-            )
-        query = torch.empty(0, 1, model.config.d_head, dtype=model.dtype, device=device)
-        if cache.backend not in ("auto", "triton") or why_not_triton(query, 1.0):
-            raise ValueError(
-                "cuda_graphs needs the backend 'triton', whose launches do not depend on the "
-                "numbers; leave it off."
-            )
-        self._model, self._cache = model, cache
-        self._sizes = sorted({min(2**i, max_seqs) for i in range(max_seqs.bit_length() + 1)})
-        manager = cache.manager
-        most = -(-model.config.max_seq_len // manager.block_size)
-        self._width = min(manager.allocator.n_blocks, most)
-        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, PagedBatch, Tensor]] = {}
+        if why_not := why_no_graphs(model, cache.backend):
+            raise ValueError(why_not)
+        self._cache, self._rows = cache, DecodeRows(model, cache, max_seqs)
+        self._sizes = graph_sizes(max_seqs)
         self.claim_padding()
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        with torch.cuda.device(model.device):
+            # The largest first: the others fit into its memory.
+            pool = torch.cuda.graph_pool_handle()
+            for size in reversed(self._sizes):
+                self._graphs[size] = self._capture(size, pool)
 
     def claim_padding(self) -> None:
         """Take the padding's block, as the first one of a fresh or reset block manager."""
         self._padding = BlockTable(array("i", [self._cache.manager.allocator.allocate()]))
 
-    def run(self, tables: list[BlockTable], tokens: list[int]) -> Tensor:
-        """Logits (n_requests, V) after one more token of each."""
+    def run(self, tables: Sequence[BlockTable], tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Logits (n, V) after one more token of each of n sequences; the likeliest tokens (n,)."""
         n = len(tables)
         size = next(size for size in self._sizes if size >= n)
-        if size not in self._captured:
-            self._captured[size] = self._capture(size)
-        graph, static_tokens, batch, logits = self._captured[size]
-        batch.refill([*tables, *[self._padding] * (size - n)])
-        static_tokens.copy_(torch.tensor([tokens + [0] * (size - n)]))
-        graph.replay()
+        graph, logits, best = self._graphs[size]
+        with torch.cuda.device(logits.device):
+            self._rows.fill([*tables, *[self._padding] * (size - n)], [*tokens, *[0] * (size - n)])
+            graph.replay()
         for table in tables:
             table.n_tokens += 1
-        return logits[:n]
+        return logits[:n], best[:n]
 
-    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor, PagedBatch, Tensor]:
-        tokens = torch.zeros(1, size, dtype=torch.int64, device=self._model.device)
-        batch = PagedBatch(self._cache, [self._padding] * size, [1] * size, width=self._width)
-
-        def forward() -> Tensor:
-            logits = self._model(tokens, batch)[0]
-            self._padding.n_tokens = 0  # the forward pass has counted it on
-            return logits
-
+    def _capture(
+        self, size: int, pool: tuple[int, int]
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+        self._rows.fill([self._padding] * size, [0] * size)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):  # compile the kernels and reserve the libraries' workspaces before
-                forward()
+                self._rows.step(size)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            logits = forward()
-        return graph, tokens, batch, logits
+        with torch.cuda.graph(graph, pool=pool):
+            logits, best = self._rows.step(size)
+        return graph, logits, best
+
+
+class GraphedSequence:
+    """A sequence of at most `max_len` tokens: single tokens are replayed, prompts run as usual."""
+
+    def __init__(self, model: Decoder, max_len: int, backend: str):
+        n_blocks = -(-max_len // 16) + 1  # one for the padding
+        self._model = model
+        self._cache = PagedKVCache(model, n_blocks, 16, prefix_caching=False, backend=backend)
+        self._graphs = DecodeGraphs(model, self._cache, 1)
+        self._table = BlockTable()
+        self._cache.reserve(self._table, max_len)
+
+    def logits(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Logits (1, V) of the token after `ids`, which follow what came before; the likeliest."""
+        if len(ids) == 1:
+            return self._graphs.run([self._table], ids)
+        tokens = torch.tensor([ids], device=self._model.device)  # (1, T)
+        hidden = self._model.hidden(tokens, self._cache.batch([self._table], [len(ids)]))
+        logits = self._model.head(hidden[0, -1:])
+        return logits, logits.argmax(-1)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from minillm.checks import check_whole
-from minillm.kernels import rows_contiguous
+from minillm.kernels import on_device_of, rows_contiguous
 
 LN_2, LOG2_E = math.log(2), math.log2(math.e)
 
@@ -177,7 +177,8 @@ class FlashAttention(torch.autograd.Function):
             from minillm.kernels.flash_forward import flash_forward
 
             q, k, v = (rows_contiguous(x) for x in (q, k, v))
-            out, lse = flash_forward(q, k, v, causal, scale)
+            with on_device_of(q):
+                out, lse = flash_forward(q, k, v, causal, scale)
         else:
             out, lse = _tiled_forward(q, k, v, causal, scale, 64, 64, Traffic())
         ctx.save_for_backward(q, k, v, out, lse)
@@ -191,9 +192,10 @@ class FlashAttention(torch.autograd.Function):
         if ctx.backend == "triton":
             from minillm.kernels.flash_backward import flash_backward
 
-            gradients = flash_backward(
-                rows_contiguous(grad), q, k, v, out, lse, ctx.causal, ctx.scale
-            )
+            with on_device_of(q):
+                gradients = flash_backward(
+                    rows_contiguous(grad), q, k, v, out, lse, ctx.causal, ctx.scale
+                )
         else:
             gradients = _tiled_backward(grad, q, k, v, out, lse, ctx.causal, ctx.scale, 64, 64)
         return *gradients, None, None, None
@@ -211,6 +213,7 @@ def triton_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
     from minillm.kernels.flash_forward import flash_forward
 
     q, k, v = (rows_contiguous(x) for x in (q, k, v))
-    if q.shape[1] * q.shape[2] // k.shape[2] <= MAX_ROWS:
-        return flash_decode(q, k, v, causal, scale)
-    return flash_forward(q, k, v, causal, scale)[0]
+    with on_device_of(q):
+        if q.shape[1] * q.shape[2] // k.shape[2] <= MAX_ROWS:
+            return flash_decode(q, k, v, causal, scale)
+        return flash_forward(q, k, v, causal, scale)[0]

@@ -15,9 +15,16 @@ from torch import Tensor
 from minillm.attention import check_backend
 from minillm.cache import Cache, NoCache
 from minillm.checks import brief, check_whole
+from minillm.cuda_graphs import GraphedSequence, why_no_graphs
 from minillm.kv_cache import KVCache
 from minillm.model import Decoder
 from minillm.sampling import Sampling, draw
+
+WORTH_CAPTURING = 32
+"""On a CUDA device, decode steps become a graph from so many new tokens on.
+
+Capturing it takes as long as three or four steps without one.
+"""
 
 
 def prefill(model: Decoder, prompt_ids: Sequence[int], cache: Cache) -> Tensor:
@@ -48,29 +55,37 @@ def generate(
     on_token: Callable[[int], None] | None = None,
     cache: Cache | None = None,
     backend: str = "auto",
+    cuda_graphs: bool | None = None,
 ) -> list[int]:
     """Continue a prompt by up to `max_new_tokens` tokens.
 
     Returns the new ones, a stop token included as the last. sampling: None is greedy. on_token:
     called with each id as soon as it is known. backend: see `minillm.attention`.
     use_cache=False recomputes the whole sequence for every token: the same ids, slower. cache: one
-    of the caller's, for one sequence, with room for the prompt and the answer.
-    Raises ValueError for an empty or too long prompt and for ids outside the vocabulary.
+    of the caller's, for one sequence, with room for the prompt and the answer. cuda_graphs: whether
+    decode steps are replayed as a CUDA graph (`minillm.cuda_graphs`); None where that pays.
+    Raises ValueError for an empty or too long prompt, for ids outside the vocabulary, and for
+    cuda_graphs=True where it is impossible.
     """
     ids, stop = check_request(model, prompt_ids, max_new_tokens, sampling, stop_ids)
     check_backend(backend)
+    graphed = _wants_graphs(model, max_new_tokens, use_cache, cache, backend, cuda_graphs)
     uniforms = sampling.uniforms(max_new_tokens) if sampling is not None else None
-    if cache is None and use_cache and max_new_tokens:
+    sequence = GraphedSequence(model, len(ids) + max_new_tokens, backend) if graphed else None
+    if cache is None and use_cache and max_new_tokens and not graphed:
         cache = KVCache(model, 1, len(ids) + max_new_tokens, backend=backend)
     new: list[int] = []
     while len(new) < max_new_tokens:
-        if cache is None:
-            logits = prefill(model, ids + new, NoCache(backend))
+        if sequence is not None:
+            logits, likeliest = sequence.logits(new[-1:] or ids)
         else:
-            logits = decode(model, new[-1], cache) if new else prefill(model, ids, cache)
+            if cache is None:
+                one = prefill(model, ids + new, NoCache(backend))
+            else:
+                one = decode(model, new[-1], cache) if new else prefill(model, ids, cache)
+            logits, likeliest = one[None], one.argmax()
         uniform = 0.0 if uniforms is None else uniforms[len(new)]
-        best = [int(logits.argmax())]
-        (token,) = draw(logits[None], best, [0], [sampling], [uniform])
+        (token,) = draw(logits, [int(likeliest)], [0], [sampling], [uniform])
         if token < 0:
             raise ValueError("The model's logits are not numbers (NaN); nothing can be drawn.")
         new.append(token)
@@ -79,6 +94,25 @@ def generate(
         if token in stop:
             break
     return new
+
+
+def _wants_graphs(
+    model: Decoder,
+    max_new_tokens: int,
+    use_cache: bool,
+    cache: Cache | None,
+    backend: str,
+    wanted: bool | None,
+) -> bool:
+    """Whether to capture the decode steps; ValueError if that is wanted and impossible."""
+    if wanted is False or (wanted is None and max_new_tokens < WORTH_CAPTURING):
+        return False
+    why_not = why_no_graphs(model, backend)
+    if not use_cache or cache is not None:
+        why_not = "cuda_graphs needs a cache of its own; leave use_cache and cache as they are."
+    if wanted and why_not:
+        raise ValueError(why_not)
+    return why_not is None
 
 
 def check_request(

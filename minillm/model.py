@@ -15,13 +15,16 @@ the weights have just passed through the caches and emptied them of everything e
 
 import copy
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minillm import per_token
 from minillm.cache import Cache, NoCache
 from minillm.config import ModelConfig
+from minillm.kernels import on_device_of, why_not_here
+from minillm.per_token import apply_rope, rms_norm, rope_tables
 
 
 def _small_random(weight: Tensor) -> None:
@@ -46,37 +49,6 @@ class Embedding(nn.Embedding):
         _small_random(self.weight)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) * weight, over the last dimension."""
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-def rope_tables(
-    config: ModelConfig, positions: range | Tensor, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (T, 1, D), for T positions given as a range or a tensor (T,).
-
-    They are the same for every head. Pair i of D/2 turns by position * theta^(-2i/D) (Su et al.
-    2021, equation 15); its angle is at i and again at i + D/2. The sine carries the sign of the
-    rotation: minus for the first half of D, plus for the second.
-    """
-    pairs = torch.arange(0, config.d_head, 2, device=device, dtype=torch.float32) / config.d_head
-    frequencies = 1.0 / config.rope_theta**pairs  # (D/2,)
-    if config.rope_factors is not None:
-        frequencies = frequencies / torch.tensor(config.rope_factors, device=device)
-    if isinstance(positions, range):
-        positions = torch.arange(positions.start, positions.stop, device=device)
-    angles = positions.float()[:, None, None] * frequencies  # (T, 1, D/2)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + D/2]) of x (B, T, heads, D) by its angle."""
-    # The rotation needs the other half of each pair: rolling by D/2 swaps the halves.
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
-
-
 class Layer(nn.Module):
     """Attention and feed-forward network, each behind a norm and added to the residual stream."""
 
@@ -93,27 +65,48 @@ class Layer(nn.Module):
         self.gate_up = Linear(c.d_model, 2 * c.d_ff, bias=False)
         self.down = Linear(c.d_ff, c.d_model, bias=False)
 
-    def forward(self, x: Tensor, layer: int, rope: tuple[Tensor, Tensor], cache: Cache) -> Tensor:
-        """The residual stream x (B, T, C) after layer number `layer`."""
+    def forward(
+        self,
+        x: Tensor,
+        update: Tensor | None,
+        layer: int,
+        rope: tuple[Tensor, Tensor],
+        cache: Cache,
+        ops: ModuleType = per_token,
+    ) -> tuple[Tensor, Tensor]:
+        """Layer number `layer`: reads the residual stream x + update, returns the next such pair.
+
+        x and update (B, T, C): what a block computes is added where the next norm reads it, in one
+        operation. rope: cos and sin (T, 1, D). ops: `minillm.per_token`, or `kernels.fused`.
+        """
         H, K, D = self.config.n_heads, self.config.n_kv_heads, self.config.d_head
         eps = self.config.norm_eps
 
-        qkv = self.qkv(rms_norm(x, self.attn_norm, eps))
-        qkv = qkv.unflatten(-1, (H + 2 * K, D))  # (B, T, H + 2K, D)
+        x, normed = ops.add_rms_norm(x, update, self.attn_norm, eps)
+        qkv = self.qkv(normed).unflatten(-1, (H + 2 * K, D))  # (B, T, H + 2K, D)
         qk, v = qkv.split((H + K, K), dim=-2)
         if self.q_norm is not None:
             q, k = qk.split((H, K), dim=-2)
             qk = torch.cat((rms_norm(q, self.q_norm, eps), rms_norm(k, self.k_norm, eps)), dim=-2)
-        q, k = apply_rope(qk, *rope).split((H, K), dim=-2)  # q and k turn together, in one call
-        x = x + self.out(cache.attend(layer, q, k, v).flatten(-2))
+        slots = None
+        if ops is not per_token and hasattr(cache, "slots"):
+            slots = cache.slots(layer)
+        if slots is None:
+            q, k = apply_rope(qk, *rope).split((H, K), dim=-2)  # q and k turn together, in one call
+            attended = cache.attend(layer, q, k, v)
+        else:
+            attended = cache.attend_written(layer, ops.rope_and_write(qk, v, rope, slots))
 
-        gate, up = self.gate_up(rms_norm(x, self.mlp_norm, eps)).chunk(2, dim=-1)  # (B, T, F) each
-        return x + self.down(F.silu(gate) * up)  # SwiGLU
+        x, normed = ops.add_rms_norm(x, self.out(attended.flatten(-2)), self.mlp_norm, eps)
+        return x, self.down(ops.silu_mul(self.gate_up(normed)))  # SwiGLU
 
 
 class Decoder(nn.Module):
     """A decoder-only language model with random weights; `minillm.load` fills in a checkpoint's.
 
+    fused: whether the small operations between the matrix products run as `kernels.fused`: None
+    where that is possible on a CUDA device and no gradients are recorded, False never, True
+    always, with a ValueError where it is impossible.
     Raises ValueError for a config that can only be counted.
     """
 
@@ -125,6 +118,8 @@ class Decoder(nn.Module):
                 "counted but not run; Decoder implements RMSNorm, SwiGLU and rotary positions."
             )
         self.config = config
+        self.fused: bool | None = None
+        self._rope: tuple[Tensor, Tensor] | None = None
         self.embed = Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
         self.norm = nn.Parameter(torch.ones(config.d_model))
@@ -167,6 +162,37 @@ class Decoder(nn.Module):
                     f"{self.config.vocab_size - 1}."
                 )
 
+    def _positions(self, positions: range | Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin (T, 1, D) of these positions, from tables that are computed once.
+
+        A captured CUDA graph can look numbers up, but not bring any from the host.
+        """
+        tables = self._rope
+        if tables is None or (tables[0].device, tables[0].dtype) != (self.device, self.dtype):
+            every = range(self.config.max_seq_len)
+            with torch.inference_mode(False):  # so that training can use the same tables later
+                tables = rope_tables(self.config, every, self.device, self.dtype)
+            self._rope = tables
+        at = slice(positions.start, positions.stop) if isinstance(positions, range) else positions
+        return tables[0][at], tables[1][at]
+
+    def _operations(self, x: Tensor) -> ModuleType:
+        if self.fused is False or (self.fused is None and not x.is_cuda):
+            return per_token
+        why_not = why_not_here(x, "Decoder.fused = True", "leave it at None")
+        if why_not is None and torch.is_grad_enabled():
+            why_not = (
+                "Decoder.fused = True is for inference: the kernels have no gradients; leave it at "
+                "None, or call the model under torch.inference_mode()."
+            )
+        if why_not is None:
+            from minillm.kernels import fused
+
+            return fused
+        if self.fused:
+            raise ValueError(why_not)
+        return per_token
+
     def hidden(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Token ids (B, T) to the last layer's normalized states (B, T, C).
 
@@ -196,12 +222,14 @@ class Decoder(nn.Module):
                 f"{positions.stop} positions are asked for; {self.config.name} was trained for at "
                 f"most {longest}."
             )
-        x = self.embed(tokens)  # (B, T, C)
-        rope = rope_tables(self.config, positions, x.device, x.dtype)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, i, rope, cache)
+        x, update = self.embed(tokens), None  # (B, T, C)
+        rope, ops = self._positions(positions), self._operations(x)
+        with on_device_of(x):
+            for i, layer in enumerate(self.layers):
+                x, update = layer(x, update, i, rope, cache, ops)
+            x, normed = ops.add_rms_norm(x, update, self.norm, self.config.norm_eps)
         cache.advance(tokens.shape[1])
-        return rms_norm(x, self.norm, self.config.norm_eps)
+        return normed
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Token ids (B, T) to logits (B, T, V). With a cache, the tokens continue what it holds."""

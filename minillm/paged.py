@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.attention import check_backend
@@ -75,21 +74,9 @@ class PagedKVCache:
 
 
 class PagedBatch:
-    """One step of several sequences in a `PagedKVCache`; good for one forward pass.
+    """One step of several sequences in a `PagedKVCache`; good for one forward pass."""
 
-    width: how many blocks the rows of the block tables have room for; the longest table's number
-    if not given. With a fixed width, `refill` puts the next step's numbers into the same tensors,
-    as a captured CUDA graph needs it.
-    """
-
-    def __init__(
-        self,
-        cache: PagedKVCache,
-        tables: Sequence[BlockTable],
-        n_new: Sequence[int],
-        *,
-        width: int | None = None,
-    ):
+    def __init__(self, cache: PagedKVCache, tables: Sequence[BlockTable], n_new: Sequence[int]):
         if not tables or len(tables) != len(n_new):
             raise ValueError(
                 f"{len(tables)} block tables and {len(n_new)} token counts; give one count for "
@@ -97,33 +84,13 @@ class PagedBatch:
             )
         self.cache, self.tables, self.n_new = cache, tables, list(n_new)
         self.made_for = cache.made_for
-        size = cache.manager.block_size
-        positions, block, offset, block_tables, lens = self._numbers()
-        if width is not None:
-            block_tables = F.pad(block_tables, (0, width - block_tables.shape[1]))
-        seq_lens = lens[0].tolist()
+        numbers = self._numbers()
+        seq_lens = numbers[-1][0].tolist()
         self._positions, self._block, self._offset, block_tables, lens = (
-            x.to(cache.device) for x in (positions, block, offset, block_tables, lens)
+            x.to(cache.device) for x in numbers
         )
-        longest = width * size if width else None
-        self._layout = RaggedLayout(block_tables, lens, seq_lens, self.n_new, size, longest)
-
-    def refill(self, tables: Sequence[BlockTable]) -> None:
-        """The next step of as many sequences, with the same numbers of new tokens.
-
-        Only for the backend "triton", which reads everything from the tensors.
-        """
-        self.tables = tables
-        positions, block, offset, block_tables, lens = self._numbers()
-        layout = self._layout
-        for target, source in (
-            (self._positions, positions),
-            (self._block, block),
-            (self._offset, offset),
-            (layout.tables[:, : block_tables.shape[1]], block_tables),  # nobody reads beyond
-            (layout.lens, lens),
-        ):
-            target.copy_(source, non_blocking=True)
+        size = cache.manager.block_size
+        self._layout = RaggedLayout(block_tables, lens, seq_lens, self.n_new, size)
 
     def _numbers(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """On the CPU: of each new token its position, block and offset in the block, (N,) each.
@@ -177,10 +144,23 @@ class PagedBatch:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (1, N, H, D), k and v (1, N, K, D) of the N new tokens; returns (1, N, H, D)."""
+        self.cache.rows.write(layer, (self._block, self._offset), k[0], v[0])
+        return self.attend_written(layer, q)
+
+    def slots(self, layer: int) -> tuple[Tensor, ...] | None:
+        """Where a kernel may write the new rows itself; None if the cache stores another form.
+
+        Pages of keys and of values, and each new token's block and offset in it, (N,) each.
+        """
+        rows = self.cache.rows
+        if type(rows).write is not Rows.write:
+            return None
+        return *rows.layers[layer], self._block, self._offset
+
+    def attend_written(self, layer: int, q: Tensor) -> Tensor:
+        """`attend` for keys and values that are in their slots already."""
         rows, scale = self.cache.rows, q.shape[-1] ** -0.5
-        rows.write(layer, (self._block, self._offset), k[0], v[0])
-        read = partial(rows.read, layer)
-        pages = rows.layers[layer]
+        read, pages = partial(rows.read, layer), rows.layers[layer]
         return self._layout.attention(q[0], pages, read, scale, self.cache.backend)[None]
 
     def advance(self, n_new: int) -> None:

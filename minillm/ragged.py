@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.attention import check_backend, unchecked_attention
-from minillm.kernels import rows_contiguous, why_not_triton
+from minillm.kernels import on_device_of, rows_contiguous, why_not_triton
 
 BACKENDS = ("auto", "reference", "triton", "sdpa")
 
@@ -196,9 +196,9 @@ class RaggedLayout:
             numbers = tiles(self.query_lens, block_r // group)
             self.tiles = torch.tensor(numbers, dtype=torch.int32, device=q.device)
         q, k_pages, v_pages = (rows_contiguous(x) for x in (q, *pages))
-        return paged_forward(
-            q, k_pages, v_pages, self.tables, *self.lens, self.tiles, block_r, self.longest, scale
-        )
+        where = (self.tables, *self.lens, self.tiles)
+        with on_device_of(q):
+            return paged_forward(q, k_pages, v_pages, *where, block_r, self.longest, scale)
 
 
 class _Together:

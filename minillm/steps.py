@@ -32,12 +32,13 @@ def forward(
     spans = zip(plan.work, accumulate(n_new), strict=True)
     wanted = [i for work, end in spans for i in range(end - work.n_logits, end)]
     if graphs is not None and max(n_new) == 1 and len(wanted) == len(tokens):
-        logits = graphs.run(tables, tokens)
+        logits, best = graphs.run(tables, tokens)
     else:
         row = torch.tensor([tokens], device=model.device)  # (1, N)
         hidden = model.hidden(row, cache.batch(tables, n_new))[0]
         logits = model.head(hidden[torch.tensor(wanted, device=hidden.device).long()])
-    return logits, logits.argmax(-1).tolist()
+        best = logits.argmax(-1)
+    return logits, best.tolist()
 
 
 def draw_tokens(takers: Sequence[Taker], logits: Tensor, best: list[int]) -> list[list[int]]:

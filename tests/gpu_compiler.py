@@ -22,9 +22,13 @@ from triton.compiler import ASTSource
 CUOBJDUMP = triton.knobs.nvidia.cuobjdump.path
 # Bytes a block may use: CUDA C++ programming guide, compute capabilities.
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+# Bytes of a thread's registers that may go to the stack. They stay in the L1 cache, and are
+# touched once a tile; a tile of half the size would load its keys twice instead. This is a sixth
+# of the 255 registers of 4 bytes that a thread has.
+SPILL_ALLOWED = 160
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
-    torch.int32: "i32", torch.int64: "i64", torch.int8: "i8",
+    torch.int32: "i32", torch.int64: "i64", torch.int8: "i8", torch.uint8: "u8",
 }  # fmt: skip
 
 
@@ -42,9 +46,38 @@ class Binary:
     """What the compiler made, and what a block or a thread of it needs."""
 
     ptx: str
+    ttgir: str  # Triton's own form after its GPU passes, with layouts and the software pipeline
     shared_bytes: int
     registers: int
     spilled_bytes: int
+
+    def computed_twice(self) -> list[str]:
+        """Products whose warps, side by side, cover more than the result: some compute the same.
+
+        A layout's warpsPerCTA times what one instruction of a warp gives is what all warps give at
+        once.
+        """
+        twice = []
+        for name, layout in re.findall(r"(#mma\d*) = #ttg\.nvidia_mma<\{(.*?)\}>", self.ttgir):
+            warps, instruction = (
+                [int(n) for n in re.search(rf"{key} = \[(.*?)\]", layout)[1].split(",")][:2]
+                for key in ("warpsPerCTA", "instrShape")
+            )
+            result = rf"(?:warp_group_dot|tt\.dot) .*-> tensor<(\d+)x(\d+)xf32, {name}>"
+            for rows, columns in re.findall(result, self.ttgir):
+                covered = [w * n for w, n in zip(warps, instruction, strict=True)]
+                if covered[0] > int(rows) or covered[1] > int(columns):
+                    twice.append(f"{rows} × {columns} by warps {warps} of {instruction}")
+        return twice
+
+    def buffers(self) -> int:
+        """Tiles of keys or values that there is room for at once; 0 without a pipeline."""
+        found = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", self.ttgir)
+        return min(map(int, found), default=0)
+
+    def waits(self) -> int:
+        """Copies that may still be under way while a tile is worked on; 0 waits for all."""
+        return max(map(int, re.findall(r"async_wait.*?num = (\d+)", self.ttgir)), default=0)
 
 
 class _Recorder:
@@ -67,9 +100,9 @@ class _Recorder:
 
 
 @contextmanager
-def recorded(module: ModuleType) -> Iterator[list[Launch]]:
+def recorded(module: ModuleType, launches: list[Launch] | None = None) -> Iterator[list[Launch]]:
     """Inside the block, what the functions of `module` call is recorded, in order, and not run."""
-    launches: list[Launch] = []
+    launches = [] if launches is None else launches
     with pytest.MonkeyPatch.context() as patch:
         for name, value in vars(module).copy().items():
             if isinstance(value, triton.JITFunction):
@@ -77,28 +110,41 @@ def recorded(module: ModuleType) -> Iterator[list[Launch]]:
         yield launches
 
 
-def compile_for(launch: Launch, capability: int) -> Binary:
-    """What Triton and ptxas make of the launch for compute capability 8.0 or 9.0."""
+Specialization = tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any]]
+"""The signature, the constants and the hints for which Triton compiles a kernel once."""
+
+
+def specialization(launch: Launch) -> Specialization:
+    """What Triton would derive from the arguments of this call; equal ones share a binary."""
     signature, constants, hints = {}, {}, {}
     for i, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
+        specialized = not parameter.do_not_specialize
         # Triton makes 1 a constant, too.
-        if parameter.is_constexpr or (type(value) is int and value == 1):
+        if parameter.is_constexpr or (type(value) is int and value == 1 and specialized):
             signature[parameter.name], constants[(i,)] = "constexpr", value
             continue
         if isinstance(value, torch.Tensor):
             kind = "*" + _TYPES[value.dtype]
+            aligned = value.storage_offset() * value.itemsize % 16 == 0
         else:
             kind = "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
+            aligned = type(value) is int and value % 16 == 0
         signature[parameter.name] = kind
-        if isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0):
+        if aligned and specialized and not parameter.do_not_specialize_on_alignment:
             hints[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(launch.kernel, signature, constants, hints)
+    return signature, constants, hints
+
+
+def compile_for(launch: Launch, capability: int) -> Binary:
+    """What Triton and ptxas make of the launch for compute capability 8.0 or 9.0."""
+    source = ASTSource(launch.kernel, *specialization(launch))
     compiled = triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options=launch.options
     )
     registers, stack = _resources(compiled.asm["cubin"])
-    return Binary(compiled.asm["ptx"], compiled.metadata.shared, registers, stack)
+    asm = compiled.asm
+    return Binary(asm["ptx"], asm["ttgir"], compiled.metadata.shared, registers, stack)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

@@ -233,8 +233,8 @@ def through_a_cache(cache: KVCache | NoCache, dtype: torch.dtype = torch.float32
 @pytest.mark.parametrize("T", [1, 40])
 def test_triton_needs_a_cuda_device(T):
     message = refusal(
-        r"needs a CUDA device, and q is on cpu; use 'sdpa' or 'tiled', or set TRITON_INTERPRET=1 "
-        "before"
+        "needs a CUDA device, and the tensors are on cpu; use 'sdpa' or 'tiled', or set "
+        "TRITON_INTERPRET=1 before"
     )
     tiny = lively()
     q, k, v = qkv(T, 40, H=4, K=2)
@@ -253,7 +253,7 @@ def test_triton_needs_a_cuda_device(T):
     ("D", "dtype", "scale", "message"),
     [
         (8, torch.float64, None, "computes in float32, float16 or bfloat16, not in "
-         r"torch\.float64; convert q, k, v or use 'sdpa'"),
+         r"torch\.float64; convert to one of them, or use 'sdpa'"),
         (257, torch.float32, None, "takes heads of at most 256 dimensions, not 257; use 'sdpa'"),
         (512, torch.float16, None, "takes heads of at most 256 dimensions, not 512"),
         (8, torch.float32, 0.0, r"needs a scale above 0, not 0\.0; use 'sdpa'"),
@@ -293,7 +293,7 @@ def test_the_interpreter_refuses_what_it_computes_wrongly():
         attention(*(x.bfloat16() for x in qkv(3, 3, 4, 2)), backend="triton")
     with pytest.raises(ValueError, match=message):
         generate(lively().bfloat16(), [1, 2], 2, backend="triton")
-    message = "Triton's interpreter needs tensors on the CPU, and q is on meta"
+    message = "Triton's interpreter needs tensors on the CPU, and these are on meta"
     with pytest.raises(ValueError, match=message):
         attention(*(zeros(1, 3, n, 8, device="meta") for n in (4, 2, 2)), backend="triton")
 

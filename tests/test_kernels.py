@@ -40,6 +40,7 @@ from kernel_cases import DIMS, DTYPES, FEWER_KEYS, MORE_KEYS, SAME, cases, check
 from minillm.kernels import flash_backward, flash_decode, flash_forward
 
 interpret = pytest.mark.interpret
+FP16 = (torch.float16,)
 patch_once_a_launch()
 
 
@@ -205,8 +206,9 @@ def test_split(n_tiles, n_programs, n_processors):
     properties = SimpleNamespace(multi_processor_count=n_processors)
     with mock.patch.object(torch.cuda, "get_device_properties", return_value=properties):
         for device in ("cpu", "cuda"):
-            tiles_a_part, n_parts = flash_decode.split(n_tiles, n_programs, torch.device(device))
+            n_parts = flash_decode.split(n_tiles, n_programs, torch.device(device))
             assert 1 <= n_parts <= flash_decode._MAX_PARTS
+            tiles_a_part = math.ceil(n_tiles / n_parts)
             assert tiles_a_part * n_parts >= n_tiles > tiles_a_part * (n_parts - 1)
         assert n_parts == 1 or n_parts * n_programs <= 2 * n_processors
 
@@ -216,7 +218,7 @@ def test_split_fills_the_gpu_when_there_are_tiles():
         torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=132)
     ):
         split = [flash_decode.split(1024, n, torch.device("cuda")) for n in (8, 32, 132, 264, 1000)]
-    assert split == [(32, 32), (128, 8), (512, 2), (1024, 1), (1024, 1)]
+    assert split == [32, 8, 2, 1, 1]
 
 
 @interpret
@@ -377,6 +379,84 @@ def test_other_backward_configurations(monkeypatch, name, D, i):
         check_gradients(backward(q, k, v, grad, causal, D**-0.5), q, k, v, grad, causal, D**-0.5)
 
 
+def aligned(x: Tensor) -> Tensor:
+    """`framed`, with strides and an address that the copy engine takes."""
+    B, N, heads, D = x.shape
+    buffer = torch.full((B + 2, N + 3, heads + 2, D + 16), torch.nan, dtype=x.dtype)
+    view = buffer[1 : B + 1, 2 : N + 2, 1 : heads + 1, 8 : D + 8]
+    view.copy_(x)
+    return view
+
+
+@interpret
+@cases(grid([(1, 1), (31, 113), (128, 217), (203, 203), (113, 31)], (64, 128, 80), FP16))
+def test_forward_with_tensor_descriptors(T, S, H, K, D, dtype, causal):
+    """All candidates, too: the tiles are the same, whoever loads them."""
+    q, k, v, _ = inputs(T, S, H, K, D, B=1, dtype=dtype)
+    tensors = [aligned(x) for x in (q, k, v)]
+    assert flash_forward.takes_descriptors(*tensors)
+    for config in (None, flash_forward.candidates(D)[0]):
+
+        def forward(
+            q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, config: Any = config
+        ) -> Tensor:
+            with guarded():
+                tensors = (aligned(x) for x in (q, k, v))
+                return flash_forward.flash_forward(*tensors, causal, scale, config)[0]
+
+        check_output(forward, q, k, v, causal)
+
+
+def test_when_tensor_descriptors_are_used():
+    """Where addresses and strides are multiples of 16 bytes, in 16 bits, from Hopper on."""
+    x = torch.zeros(2, 9, 3, 64, dtype=torch.float16)
+    takes = flash_forward.takes_descriptors
+    assert takes(x, x, x)
+    assert not takes(x.float(), x.float(), x.float())
+    shifted = torch.zeros(2 * 9 * 3 * 64 + 1, dtype=torch.float16)[1:].view(x.shape)
+    narrow = torch.zeros(2, 9, 3, 66, dtype=torch.float16)[..., :64]
+    assert not takes(x, shifted, x) and not takes(x, x, narrow) and not takes(narrow, x, x)
+    on_gpu = SimpleNamespace(
+        is_cuda=True, device="cuda", itemsize=2, data_ptr=lambda: 0, stride=lambda: (64, 64, 64, 1)
+    )
+    for capability, taken in (((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True)):
+        with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
+            assert takes(on_gpu, on_gpu, on_gpu) == taken
+
+
+def test_kernels_are_launched_on_the_tensors_gpu(monkeypatch):
+    """A model on the second GPU launches there, though the first one is the current device."""
+    from stand_in_gpu import stand_in_gpu
+    from torch._subclasses import FakeTensorMode
+
+    from minillm import kernels
+    from minillm.ragged import RaggedLayout
+
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device", current.append)
+    with FakeTensorMode():
+        kernels.on_device_of(torch.empty(1, device="cuda:1"))
+    assert current == [torch.device("cuda:1")]
+    with kernels.on_device_of(torch.empty(1)):  # on a CPU there is nothing to choose
+        pass
+
+    with torch.device("meta"), stand_in_gpu() as launches:
+        q, k = torch.empty(2, 40, 4, 64), torch.empty(2, 40, 2, 64)
+        attention(q, k, k, backend="triton")
+        attention(q[:, :1], k, k, backend="triton")
+        leaf = q.requires_grad_()
+        torch.autograd.grad(attention(leaf, k, k, backend="triton").sum(), leaf)
+        pages, lens = (torch.empty(9, 16, 2, 64),) * 2, torch.empty(2, 3, dtype=torch.int32)
+        tables = torch.empty(3, 4, dtype=torch.int32)
+        layout = RaggedLayout(tables, lens, [40, 9, 16], [3, 1, 1], 16)
+        layout.attention(q[0, :5], pages, lambda blocks: pages, 0.1, "triton")
+    names = [launch.kernel.fn.__name__ for launch in launches]
+    assert names == [
+        "flash_forward_kernel", "part_kernel", "merge_kernel", "flash_forward_kernel",
+        "delta_kernel", "dkv_kernel", "dq_kernel", "paged_kernel", "merge_kernel",
+    ]  # fmt: skip
+
+
 @interpret
 def test_unequal_tiles(monkeypatch):
     """Queries and keys in tiles of 16 and 64, each way round: neither size stands for the other."""
@@ -384,9 +464,10 @@ def test_unequal_tiles(monkeypatch):
         chosen = flash_forward.triton.Config(
             {"BLOCK_T": block_t, "BLOCK_S": block_s}, num_warps=4, num_stages=1
         )
-        for list_of in ("forward.configs", "backward.configs_dkv", "backward.configs_dq"):
-            name = f"minillm.kernels.flash_{list_of}"
-            monkeypatch.setattr(name, lambda *_, chosen=chosen: [chosen])
+        specialized = flash_forward.triton.Config(chosen.kwargs | {"SPECIALIZED": False}, 4, 1)
+        monkeypatch.setattr(flash_forward, "configs", lambda *_, c=specialized: [c])
+        for name in ("configs_dkv", "configs_dq"):
+            monkeypatch.setattr(flash_backward, name, lambda *_, c=chosen: [c])
         lengths = ((1, 1), (15, 15), (16, 16), (17, 17), (64, 80), (65, 80), (31, 64), (100, 163))
         for T, S in lengths:
             q, k, v, grad = inputs(T, S, 2, 1, 16, B=1)

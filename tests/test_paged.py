@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minillm import BlockAllocator, Decoder, OutOfBlocks, PagedKVCache
 from minillm.blocks import BlockManager, BlockTable
-from minillm.paged import BACKENDS, PagedBatch
+from minillm.paged import BACKENDS
 
 interpret = pytest.mark.interpret
 HERE = [pytest.param(name, marks=interpret) if name == "triton" else name for name in BACKENDS]
@@ -584,33 +584,6 @@ def test_what_is_past_a_sequences_end_does_not_matter():
         both = forward(cache, [a, b], [[8], [5]])
         close(both[0], full([*ids[0], 8])[-1:])
         close(both[1], full([5]))
-
-
-@interpret
-def test_a_batch_can_be_refilled():
-    """Of fixed width, so that nothing but the contents of its tensors changes from step to step."""
-    cache = PagedKVCache(MODEL, 40, 4, backend="triton")
-    ids = [ids_of(n, n) for n in (3, 8, 21, 12)]
-    tables = [cache.manager.start(i) for i in ids]
-    forward(cache, tables, [i[:-2] for i in ids])
-    batch = PagedBatch(cache, tables[:2], [1, 1], width=10)
-    where = [
-        x.data_ptr()
-        for x in (batch._positions, batch._block, batch._layout.tables, batch._layout.lens)
-    ]
-    for pair in ((0, 1), (2, 3), (3, 0), (1, 2)):
-        for i in pair:
-            cache.reserve(tables[i], 1)
-        batch.refill([tables[i] for i in pair])
-        new = [ids[i][tables[i].n_tokens] for i in pair]
-        at = [tables[i].n_tokens for i in pair]
-        logits = MODEL(torch.tensor([new]), batch)[0]
-        for i, row, n in zip(pair, logits, at, strict=True):
-            close(row, full(ids[i])[n])
-    assert where == [
-        x.data_ptr()
-        for x in (batch._positions, batch._block, batch._layout.tables, batch._layout.lens)
-    ]
 
 
 def test_bytes_and_shapes():

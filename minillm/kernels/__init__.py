@@ -9,14 +9,17 @@ plus a block of offsets is a block of addresses. Blocks are named by what they h
     flash_backward.py   dQ, dK and dV, with the weights computed again instead of stored
     flash_decode.py     few queries, many keys: the keys in parts, then the parts merged
     paged_attention.py  ragged queries, keys found through block tables
+    fused.py            the small operations between matrix products, one kernel each
+    few_rows.py         few rows times a matrix in 16, 8 or 4 bits, as decode needs it
 
 Triton compiles them for NVIDIA GPUs. With TRITON_INTERPRET=1 in the environment before Python
 starts, NumPy runs them on the CPU, one program after the other: thousands of times slower, exact
 enough to test with, and open to a debugger. The kernels check nothing; their callers
-(`minillm.flash`, `minillm.paged`) ask `why_not_triton` first.
+(`minillm.flash`, `minillm.ragged`, `minillm.model`) ask `why_not_triton` or `why_not_here` first.
 """
 
 import importlib.util
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -33,17 +36,7 @@ def interpreted() -> bool:
 
 
 def why_not_triton(q: Tensor, scale: float) -> str | None:
-    """A sentence that says why the Triton kernels can't take this input, or None if they can."""
-    if not _HAS_TRITON:
-        return (
-            "backend 'triton' needs the package triton, which exists for Linux; use 'sdpa' or "
-            "'tiled'."
-        )
-    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return (
-            "backend 'triton' computes in float32, float16 or bfloat16, not in "
-            f"{q.dtype}; convert q, k, v or use 'sdpa'."
-        )
+    """A sentence that says why the attention kernels can't take this input, or None."""
     if q.shape[-1] > MAX_D:
         return (
             f"backend 'triton' takes heads of at most {MAX_D} dimensions, not {q.shape[-1]}; "
@@ -51,21 +44,40 @@ def why_not_triton(q: Tensor, scale: float) -> str | None:
         )
     if not scale > 0:
         return f"backend 'triton' needs a scale above 0, not {scale}; use 'sdpa'."
-    if q.is_cuda:
+    return why_not_here(q, "backend 'triton'", "use 'sdpa' or 'tiled'")
+
+
+def why_not_here(x: Tensor, what: str, instead: str) -> str | None:
+    """A sentence that says why no kernel can take a tensor like x, or None.
+
+    what: the kernels' name in it; instead: what to do.
+    """
+    if not _HAS_TRITON:
+        return f"{what} needs the package triton, which exists for Linux; {instead}."
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return (
+            f"{what} computes in float32, float16 or bfloat16, not in {x.dtype}; convert to one of "
+            f"them, or {instead}."
+        )
+    if x.is_cuda:
         return None
     if not interpreted():
         return (
-            f"backend 'triton' needs a CUDA device, and q is on {q.device}; use 'sdpa' or "
-            "'tiled', or set TRITON_INTERPRET=1 before Python starts to run the kernels slowly on "
-            "the CPU."
+            f"{what} needs a CUDA device, and the tensors are on {x.device}; {instead}, or set "
+            "TRITON_INTERPRET=1 before Python starts to run the kernels slowly on the CPU."
         )
-    if q.device.type != "cpu":
-        return f"Triton's interpreter needs tensors on the CPU, and q is on {q.device}."
-    if q.dtype == torch.bfloat16:
+    if x.device.type != "cpu":
+        return f"Triton's interpreter needs tensors on the CPU, and these are on {x.device}."
+    if x.dtype == torch.bfloat16:
         return (
             "Triton's interpreter computes bfloat16 products wrongly; use float32 or float16 there."
         )
     return None
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Kernels that are launched inside run on x's GPU, which need not be the current one."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def rows_contiguous(x: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ Decisions:
 - Queries past the end need no mask: their LSE is read as +inf, so their weights are 0. Keys past
   the end need one in the dQ kernel, where exp(0 - LSE) may overflow; in the dK/dV kernel they only
   fill rows that are not stored.
-Not yet timed on a GPU: the lists hold what compiles without spilling registers for sm_80 and sm_90,
-the one expected to be fastest first.
+Not yet timed on a GPU: the lists hold what compiles for sm_80 and sm_90 with next to nothing
+spilled and without two groups of warps on the same tile, the one expected to be fastest first.
 """
 
 import functools
@@ -55,13 +55,10 @@ def configs_dkv(d_head: int, dtype: torch.dtype) -> list[triton.Config]:
     elif d_head <= 64:
         sizes = [(32, 128, 8, 2), (64, 128, 8, 2), (32, 64, 4, 2)]
     elif d_head <= 128:
-        sizes = [(32, 64, 8, 2), (16, 128, 8, 2), (64, 64, 8, 2)]
+        sizes = [(32, 128, 8, 2), (16, 128, 8, 2)]
     else:
-        sizes = [(32, 32, 8, 2), (16, 16, 4, 2)]
-    return [
-        triton.Config({"BLOCK_T": t, "BLOCK_S": s}, num_warps=w, num_stages=n)
-        for t, s, w, n in sizes
-    ]
+        sizes = [(64, 32, 8, 2), (32, 16, 4, 2)]
+    return _as_configs(sizes)
 
 
 def configs_dq(d_head: int, dtype: torch.dtype) -> list[triton.Config]:
@@ -69,11 +66,15 @@ def configs_dq(d_head: int, dtype: torch.dtype) -> list[triton.Config]:
     if dtype == torch.float32:
         sizes = [(32, 16, 8, 1)] if d_head <= 128 else [(16, 16, 4, 1)]
     elif d_head <= 64:
-        sizes = [(64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 4, 3)]
+        sizes = [(64, 64, 4, 3), (128, 64, 8, 2), (128, 32, 4, 3)]
     elif d_head <= 128:
-        sizes = [(64, 64, 8, 2), (128, 32, 8, 2), (128, 64, 8, 2)]
+        sizes = [(64, 64, 4, 3), (128, 64, 8, 2), (128, 32, 8, 2)]
     else:
-        sizes = [(32, 32, 4, 2), (64, 16, 8, 2)]
+        sizes = [(32, 32, 4, 2), (64, 32, 4, 2)]
+    return _as_configs(sizes)
+
+
+def _as_configs(sizes: list[tuple[int, int, int, int]]) -> list[triton.Config]:
     return [
         triton.Config({"BLOCK_T": t, "BLOCK_S": s}, num_warps=w, num_stages=n)
         for t, s, w, n in sizes
@@ -128,7 +129,7 @@ def _add_queries(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["LENGTH"])
 def dkv_kernel(
     Q, K, V, GRAD, LSE, DELTA, DK, DV,
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_s, k_stride_h,
@@ -203,7 +204,7 @@ def _add_keys(
     return tl.dot(dscores.to(k_tile.dtype), k_tile, dq, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["LENGTH"])
 def dq_kernel(
     Q, K, V, GRAD, LSE, DELTA, DQ,
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_s, k_stride_h,
@@ -251,13 +252,10 @@ def dq_kernel(
 
 
 @functools.cache
-def _tuned_dkv(d_head: int, dtype: torch.dtype) -> triton.runtime.Autotuner:
-    return triton.autotune(configs_dkv(d_head, dtype), key=["LENGTH", "CAUSAL"])(dkv_kernel)
-
-
-@functools.cache
-def _tuned_dq(d_head: int, dtype: torch.dtype) -> triton.runtime.Autotuner:
-    return triton.autotune(configs_dq(d_head, dtype), key=["LENGTH", "CAUSAL"])(dq_kernel)
+def _tuned(kernel: triton.JITFunction, d_head: int, dtype: torch.dtype) -> triton.runtime.Autotuner:
+    choose = configs_dkv if kernel is dkv_kernel else configs_dq
+    tune = triton.autotune(choose(d_head, dtype), key=["LENGTH", "CAUSAL"], cache_results=True)
+    return tune(kernel)
 
 
 def flash_backward(
@@ -291,12 +289,12 @@ def flash_backward(
 
     arguments = (q, k, v, grad, lse, delta, dk, dv, *strides, *dk.stride()[:3], *sizes)
     if long:
-        _tuned_dkv(D, q.dtype)[grid_dkv](*arguments, **constants)
+        _tuned(dkv_kernel, D, q.dtype)[grid_dkv](*arguments, **constants)
     else:
         dkv_kernel[grid_dkv](*arguments, **constants, **configs_dkv(D, q.dtype)[0].all_kwargs())
     arguments = (q, k, v, grad, lse, delta, dq, *strides, *dq.stride()[:3], *sizes)
     if long:
-        _tuned_dq(D, q.dtype)[grid_dq](*arguments, **constants)
+        _tuned(dq_kernel, D, q.dtype)[grid_dq](*arguments, **constants)
     else:
         dq_kernel[grid_dq](*arguments, **constants, **configs_dq(D, q.dtype)[0].all_kwargs())
     return dq, dk, dv

@@ -43,25 +43,25 @@ def config(d_head: int, dtype: torch.dtype, n_rows: int) -> triton.Config:
     Enough loads in flight to keep the memory busy, within registers and shared memory.
     """
     size = 64 if d_head <= 128 else 32
-    warps = 4 if n_rows <= 16 else 8
+    warps = 4 if n_rows <= 16 or d_head > 128 else 8
     stages = 3
     if dtype == torch.float32:
         size, warps, stages = (16, 4, 2) if n_rows <= 16 else (size // 2, 8, 1)
     return triton.Config({"BLOCK_S": size}, num_warps=warps, num_stages=stages)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "S", "n_parts"])
 def part_kernel(
     Q, K, V, PART_O, PART_LSE,
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_s, k_stride_h,
     v_stride_b, v_stride_s, v_stride_h,
-    T, S, H, G, scale_log2, part_size, n_parts,
+    T, S, H, G, scale_log2, n_parts,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys of one key/value head, for all T * G rows that attend to it.
 
-    The part is keys part * part_size … (part + 1) * part_size - 1.
+    The part is keys part * part_size … (part + 1) * part_size - 1; the last parts may be empty.
     """
     part, n_kv_heads = tl.program_id(0) % n_parts, H // G
     b = (tl.program_id(0) // n_parts // n_kv_heads).to(tl.int64)
@@ -75,6 +75,7 @@ def part_kernel(
     exists = (rows < T * G)[:, None] & (columns < D)[None, :]
     q_tile = tl.load(q_rows[:, None] + columns[None, :], mask=exists, other=0.0)
 
+    part_size = tl.cdiv(tl.cdiv(S, n_parts), BLOCK_S) * BLOCK_S
     end = tl.minimum(S, (part + 1) * part_size)
     last_key = tl.zeros([BLOCK_R], tl.int32) + end - 1
     if CAUSAL:
@@ -105,7 +106,7 @@ def part_kernel(
     tl.store(PART_LSE + row, (m + tl.log2(total)) * LN_2, mask=rows < T * G)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_parts"])
 def merge_kernel(
     PART_O, PART_LSE, OUT, n_parts,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_PARTS: tl.constexpr,
@@ -122,18 +123,17 @@ def merge_kernel(
     tl.store(OUT + row * D + columns, out.to(OUT.dtype.element_ty), mask=columns < D)
 
 
-def split(n_tiles: int, n_programs: int, device: torch.device) -> tuple[int, int]:
-    """(tiles of keys per part, parts) for about two programs per multiprocessor of the GPU.
+def split(n_tiles: int, n_programs: int, device: torch.device) -> int:
+    """Into how many parts to cut the keys, for about two programs per multiprocessor of the GPU.
 
     n_tiles: tiles of keys of the longest sequence. n_programs: how many programs there would be
-    with a single part. No part is empty.
+    with a single part. No part of the longest sequence is empty.
     """
     wanted = _CPU_PARTS
     if device.type == "cuda":
         wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // n_programs
     n_parts = max(1, min(wanted, _MAX_PARTS))
-    tiles_per_part = triton.cdiv(n_tiles, n_parts)
-    return tiles_per_part, triton.cdiv(n_tiles, tiles_per_part)
+    return triton.cdiv(n_tiles, triton.cdiv(n_tiles, n_parts))
 
 
 def merge(part_o: Tensor, part_lse: Tensor, dtype: torch.dtype) -> Tensor:
@@ -152,24 +152,26 @@ def merge(part_o: Tensor, part_lse: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def flash_decode(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+def flash_decode(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, n_parts: int | None = None
+) -> Tensor:
     """Attention (B, T, H, D) of few queries, the keys in parts.
 
     q (B, T, H, D) with T * H/K at most MAX_ROWS, k and v (B, S, K, D), the last dimension
-    contiguous. scale above 0.
+    contiguous. scale above 0. n_parts: for measurements; else what `split` gives.
     """
     B, T, H, D = q.shape
     S, K = k.shape[1:3]
     block_r = max(16, triton.next_power_of_2(T * H // K))
     chosen = config(D, q.dtype, block_r)
     block_s = chosen.kwargs["BLOCK_S"]
-    tiles_per_part, n_parts = split(triton.cdiv(S, block_s), B * K, q.device)
+    n_parts = n_parts or split(triton.cdiv(S, block_s), B * K, q.device)
     part_o = torch.empty(B, T, H, n_parts, D, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(B, T, H, n_parts, dtype=torch.float32, device=q.device)
     block_d = max(16, triton.next_power_of_2(D))
     part_kernel[(B * K * n_parts,)](
         q, k, v, part_o, part_lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        T, S, H, H // K, scale * math.log2(math.e), tiles_per_part * block_s, n_parts,
+        T, S, H, H // K, scale * math.log2(math.e), n_parts,
         CAUSAL=causal, D=D, BLOCK_D=block_d, BLOCK_R=block_r, **chosen.all_kwargs(),
     )  # fmt: skip
     return merge(part_o, part_lse, q.dtype)

@@ -15,9 +15,14 @@ Key s of a sequence lies in block table[s // P], slot s % P. That look-up is the
 from the other kernels: a tile of keys is a gather of rows. Each row is D numbers in one piece, so
 little bandwidth is lost.
 
-With n_parts > 1 each program takes only part_size keys and writes its share of the output with its
-log-sum-exp; the merge is that of `flash_decode.py`. Parts past a sequence's end have log-sum-exp
--inf and weigh nothing.
+With n_parts > 1 each program takes one of n_parts equal shares of its sequence's keys, whole tiles,
+and writes its part of the output with its log-sum-exp; the merge is that of `flash_decode.py`. A
+short sequence has fewer tiles than parts: the parts past its end have log-sum-exp -inf and weigh
+nothing. The share is worked out here from the sequence's own length, so that one launch, captured
+for the longest that may come, cuts every sequence finely enough.
+
+The addresses of a tile's rows come from the table, one load before the other, which takes up
+stages of the pipeline: five leave two tiles of keys on their way while a third is worked on.
 Not yet timed on a GPU.
 """
 
@@ -28,18 +33,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.flash_decode import config, merge, split
+from minillm.kernels.flash_decode import merge, split
 
 LN_2 = tl.constexpr(math.log(2))
 
 
-@triton.jit
+def config(d_head: int, dtype: torch.dtype, n_rows: int) -> triton.Config:
+    """Keys per tile, warps and stages, for tiles of that many rows.
+
+    Four warps share 64 rows, the least that a group of them multiplies at once on Hopper: with
+    eight, two groups would compute the same.
+    """
+    size, warps, stages = 64 if d_head <= 128 else 32, 4 if n_rows <= 64 else 8, 5
+    if dtype == torch.float32:
+        size, warps, stages = (16, 4, 2) if n_rows <= 16 else (size // 2, 8, 1)
+    return triton.Config({"BLOCK_S": size}, num_warps=warps, num_stages=stages)
+
+
+# What changes from step to step must not make another kernel necessary: Triton would compile one
+# for each size that is 1 or a multiple of 16, and for each array that begins at a multiple of 16.
+@triton.jit(
+    do_not_specialize=["table_stride", "n_parts"],
+    do_not_specialize_on_alignment=[
+        "TABLES", "SEQ_LENS", "QUERY_LENS", "TILE_SEQUENCE", "TILE_TOKEN", "TILE_ROW"
+    ],
+)  # fmt: skip
 def paged_kernel(
     Q, K, V, OUT, LSE, TABLES, SEQ_LENS, QUERY_LENS, TILE_SEQUENCE, TILE_TOKEN, TILE_ROW,
     q_stride_n, q_stride_h, k_stride_block, k_stride_slot, k_stride_h,
     v_stride_block, v_stride_slot, v_stride_h, table_stride,
-    H, G, P, scale_log2, part_size, n_parts,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    H, G, scale_log2, n_parts,
+    P: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys of one sequence and key/value head, for one tile of rows.
 
@@ -60,6 +85,7 @@ def paged_kernel(
     q_tile = tl.load(q_rows + columns[None, :], mask=exists, other=0.0)
 
     last_key = S - T + tl.minimum(t, T - 1)
+    part_size = tl.cdiv(tl.cdiv(S, n_parts), BLOCK_S) * BLOCK_S
     begin = part * part_size
     seen = S - T + first + BLOCK_R // G  # keys that the tile's last row sees
     end = tl.minimum(tl.minimum(begin + part_size, S), seen)
@@ -120,6 +146,7 @@ def tiles(query_lens: list[int], tokens_per_tile: int) -> tuple[list[int], list[
 def paged_forward(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, seq_lens: Tensor,
     query_lens: Tensor, tile_arrays: Tensor, block_r: int, longest: int, scale: float,
+    chosen: triton.Config | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention (N, H, D) of ragged queries to keys and values in blocks.
 
@@ -128,21 +155,23 @@ def paged_forward(
     block_r // G tokens per tile. The last dimension of q and of the pages is contiguous. scale
     above 0.
     longest: no sequence has more keys. The launch depends on this number and on shapes, never on
-    what the tensors hold, so that a captured CUDA graph stays right.
+    what the tensors hold, so that a captured CUDA graph stays right. chosen: for measurements; else
+    what `config` gives.
     """
     N, H, D = q.shape
     P, K = k_pages.shape[1:3]
     n_tiles = tile_arrays.shape[1]
-    chosen = config(D, q.dtype, block_r)
+    chosen = chosen or config(D, q.dtype, block_r)
     block_s = chosen.kwargs["BLOCK_S"]
-    tiles_per_part, n_parts = split(triton.cdiv(longest, block_s), n_tiles * K, q.device)
+    n_parts = split(triton.cdiv(longest, block_s), n_tiles * K, q.device)
     dtype = q.dtype if n_parts == 1 else torch.float32
     part_out = torch.empty(N, H, n_parts, D, dtype=dtype, device=q.device)
     part_lse = torch.empty(N, H, n_parts, dtype=torch.float32, device=q.device)
     paged_kernel[(n_tiles * K * n_parts,)](
         q, k_pages, v_pages, part_out, part_lse, tables, seq_lens, query_lens, *tile_arrays,
         *q.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3], tables.stride(0),
-        H, H // K, P, scale * math.log2(math.e), tiles_per_part * block_s, n_parts,
-        D=D, BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_R=block_r, **chosen.all_kwargs(),
+        H, H // K, scale * math.log2(math.e), n_parts,
+        P=P, D=D, BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_R=block_r,
+        **chosen.all_kwargs(),
     )  # fmt: skip
     return part_out[:, :, 0] if n_parts == 1 else merge(part_out, part_lse, q.dtype)

@@ -1,0 +1,118 @@
+"""A few rows times a matrix: y = x Wᵀ for up to 64 rows, W in 16, 8 or 4 bits.
+
+Decode multiplies one row for each sequence by every matrix of the model. The bound is memory: W is
+read once, N · K numbers, and there is hardly any arithmetic for each. So what a number of W takes
+in memory decides, and W is dequantized in registers, on its way into the matrix instruction:
+
+    16 bits   as stored
+    8 bits    w = scale · q, one scale a row (LLM.int8(), Dettmers et al. 2022, section 2.1)
+    4 bits    w = scale · q + minimum, both for each group of numbers in a row; byte j of a row
+              holds number 2j in its low half and number 2j + 1 in its high half
+
+Scales leave the sums: Σ_k scale · q_k · x_k = scale · Σ_k q_k · x_k, and a group's minimum meets
+only the sum of its x. Whole numbers up to 127 are exact in 16-bit floats, so the instruction
+multiplies exactly what is stored.
+
+A tile of W has 64 rows, and few matrices have enough of them to occupy all processors. So the K
+columns are cut into parts with programs of their own (split-K), and a second kernel adds the parts,
+in a fixed order: two runs give equal bits. W is the left operand of the product, because that one
+needs 64 rows and the other is content with 16.
+Not yet timed on a GPU; nothing uses this before a measurement shows it to be faster.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_ROWS = 64
+BLOCK_N = 64
+_CPU_PARTS = 3  # in the interpreter, so that several parts are tested there, too
+
+
+@triton.jit(do_not_specialize=["M", "n_parts"])
+def few_rows_kernel(
+    X, W, SCALE, MINIMUM, PARTS, M, N, K, n_parts,
+    BITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One part of the columns of BLOCK_N rows of W, for all M rows of x.
+
+    With 4 bits a tile's columns are one group. PARTS is (n_parts, M, N).
+    """
+    part, n = tl.program_id(0), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    part_size = tl.cdiv(tl.cdiv(K, n_parts), BLOCK_K) * BLOCK_K
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for k0 in range(part * part_size, tl.minimum(K, (part + 1) * part_size), BLOCK_K):
+        if BITS == 4:
+            pair = tl.arange(0, BLOCK_K // 2)
+            w = W + n.to(tl.int64)[:, None] * (K // 2) + (k0 // 2 + pair)[None, :]
+            q = tl.load(w, mask=n[:, None] < N, other=0)
+            x = X + m[None, :] * K + (k0 + 2 * pair)[:, None]  # (BLOCK_K / 2, BLOCK_M)
+            even = tl.load(x, mask=m[None, :] < M, other=0.0)
+            odd = tl.load(x + 1, mask=m[None, :] < M, other=0.0)
+            sums = tl.dot((q & 15).to(even.dtype), even, input_precision="ieee")
+            sums = tl.dot((q >> 4).to(odd.dtype), odd, sums, input_precision="ieee")
+            group = n.to(tl.int64) * (K // BLOCK_K) + k0 // BLOCK_K
+            scale = tl.load(SCALE + group, mask=n < N, other=0.0).to(tl.float32)
+            minimum = tl.load(MINIMUM + group, mask=n < N, other=0.0).to(tl.float32)
+            x_sum = tl.sum(even.to(tl.float32) + odd.to(tl.float32), 0)
+            acc += sums * scale[:, None] + minimum[:, None] * x_sum[None, :]
+        else:
+            k = k0 + tl.arange(0, BLOCK_K)
+            w = W + n.to(tl.int64)[:, None] * K + k[None, :]
+            w_tile = tl.load(w, mask=(n[:, None] < N) & (k[None, :] < K), other=0)
+            x = X + m[None, :] * K + k[:, None]  # (BLOCK_K, BLOCK_M)
+            x_tile = tl.load(x, mask=(m[None, :] < M) & (k[:, None] < K), other=0.0)
+            acc = tl.dot(w_tile.to(x_tile.dtype), x_tile, acc, input_precision="ieee")
+    if BITS == 8:
+        acc *= tl.load(SCALE + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    out = PARTS + (part * M + m).to(tl.int64)[None, :] * N + n[:, None]
+    exist = (m[None, :] < M) & (n[:, None] < N)
+    tl.store(out, acc.to(PARTS.dtype.element_ty), mask=exist)
+
+
+@triton.jit(do_not_specialize=["n_parts"])
+def add_parts_kernel(PARTS, OUT, n, n_parts, BLOCK: tl.constexpr):
+    """OUT (n numbers) = the sum of PARTS (n_parts, n), from the first part to the last."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in range(n_parts):
+        total += tl.load(PARTS + part * n + at, mask=at < n, other=0.0)
+    tl.store(OUT + at, total.to(OUT.dtype.element_ty), mask=at < n)
+
+
+def few_rows_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    minimum: Tensor | None = None,
+    n_parts: int | None = None,
+) -> Tensor:
+    """x (M, K) times Wᵀ, (M, N) in the dtype of x; M from 1 to MAX_ROWS, all inputs contiguous.
+
+    weight: (N, K) in the dtype of x; or int8 (N, K) with scale (N,); or uint8 (N, K / 2), two
+    numbers a byte, with scale and minimum (N, K / group), for groups of 32, 64 or 128.
+    n_parts: for measurements; else enough for two programs on each multiprocessor.
+    """
+    (M, K), N = x.shape, weight.shape[0]
+    bits = 16 if scale is None else 4 if minimum is not None else 8
+    block_k = 128 if scale is None or minimum is None else K // scale.shape[1]
+    n_tiles = triton.cdiv(N, BLOCK_N)
+    if n_parts is None:
+        wanted = _CPU_PARTS
+        if x.is_cuda:
+            processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+            wanted = 2 * processors // n_tiles
+        n_parts = max(1, min(wanted, K // block_k))
+    block_m = max(16, triton.next_power_of_2(M))
+    out = torch.empty(M, N, dtype=x.dtype, device=x.device)
+    parts = out if n_parts == 1 else torch.empty(n_parts, M, N, device=x.device)
+    few_rows_kernel[(n_parts, n_tiles)](
+        x, weight, x if scale is None else scale, x if minimum is None else minimum, parts,
+        M, N, K, n_parts,
+        BITS=bits, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=block_k, num_warps=4, num_stages=4,
+    )  # fmt: skip
+    if n_parts > 1:
+        add_parts_kernel[(triton.cdiv(M * N, 1024),)](parts, out, M * N, n_parts, BLOCK=1024)
+    return out
