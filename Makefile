@@ -4,6 +4,7 @@
 # make test     everything: lint, all tests, every lesson through nbval (figures go to build/ then)
 # make lab      JupyterLab on the lessons
 # make bench    run the benchmarks and rewrite the README's tables
+# make gpu      the first ten minutes on a GPU: every kernel against its bound, results as JSON
 # make student  the learners' version of the lessons, with holes, in build/student/
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 # Compiled kernels are kept beside the project, so that a second run need not compile them again.
 export TRITON_CACHE_DIR := $(CURDIR)/build/triton
 
-.PHONY: setup lessons check test lint lab bench student
+.PHONY: setup lessons check test lint lab bench gpu student
 
 setup: .venv/ready
 
@@ -58,6 +59,9 @@ lab: setup
 bench: setup
 	$(BIN)/python -m minillm.bench
 	$(BIN)/python -m minillm.bench --readme
+
+gpu: setup
+	$(BIN)/python -m minillm.bench gpu
 
 # Nothing is deleted: a gradebook, submissions, and lessons that a learner has begun stay.
 student: setup

@@ -14,7 +14,6 @@ Not here: HTTP, several devices.
 """
 
 import logging
-import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -151,12 +150,7 @@ class Engine:
             check_request(self.model, ids, max_new_tokens, sampling, stop)
         if on_token is not None and not callable(on_token):
             raise TypeError(f"on_token is {brief(on_token)}; give a function of one token id.")
-        if arrival is None:
-            arrival = self.clock.now()
-        elif not isinstance(arrival, (int, float)) or not math.isfinite(arrival):
-            raise ValueError(
-                f"arrival is {brief(arrival)}; give a time in seconds on the engine's clock."
-            )
+        arrival = self.clock.arrival(arrival)
         requests: list[Request] = []
         for i, sampling in enumerate(samplings, self._next_id):
             drawn = sampling is not None and not sampling.greedy
@@ -194,6 +188,12 @@ class Engine:
     def busy(self) -> bool:
         """Whether a step has anything to do or to hand out."""
         return bool(self._requests)
+
+    def forget_prefixes(self) -> None:
+        """Forget every known prefix, as if the engine were new. ValueError while it is busy."""
+        if self.busy:
+            raise ValueError("Requests are running or waiting; run them to their end first.")
+        self._restore()
 
     def run(self) -> dict[int, Completion]:
         """Step until nothing is left; returns the completions by request id.

@@ -43,7 +43,7 @@ class Hardware:
     def measure(device: Any = "cpu") -> "Hardware":
         """This machine's read and copy bandwidth and matmul peaks, in 2 to 5 seconds.
 
-        device: a name or a torch.device. `bandwidth` is that of a matrix-vector product.
+        device: a name or a torch.device. `bandwidth` is `minillm.measure.read_bandwidth`.
         """
         import torch  # here, so that presets and the roofline work without it
 

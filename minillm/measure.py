@@ -1,9 +1,11 @@
 """Measuring this machine: time, memory bandwidth and the speed of matrix products.
 
-The bounds that lessons and benchmarks compare with are these: the most bytes per second that a
-matrix-vector product reads its matrix with (what a decode step does with the weights), and the
-most FLOP/s that a large matrix product reaches. A peak is the best of several runs, since a
-slower run was only disturbed; everything else is a median.
+The bounds that lessons and benchmarks compare with are these: the most bytes per second that
+memory gives, and the most FLOP/s that a large matrix product reaches. On a CPU the first is the
+speed at which a matrix-vector product reads its matrix (what a decode step does with the weights).
+On a GPU one such product may be slower than what memory can do, so the bound is the best of a
+copy, a sum and that product, timed by events on the device. A peak is the best of several runs,
+since a slower run was only disturbed; everything else is a median.
 """
 
 import os
@@ -11,6 +13,7 @@ import platform
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -41,20 +44,53 @@ def seconds_per_call(
     return statistic([seconds(fn, device) for _ in range(repeats + 2)][2:])
 
 
+def device_seconds(fn: Callable[[], Any], device: torch.device, repeats: int = 15) -> float:
+    """The least time of one call of `fn()`: on a GPU by events there, without the host's part."""
+    if device.type != "cuda":
+        return seconds_per_call(fn, device, repeats, min)
+    with torch.cuda.device(device):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 3)]
+        for event in events:
+            event.record()
+            fn()
+        torch.cuda.synchronize()
+        # From event to event; the first calls warm up, and the last one has no end.
+        pairs = list(pairwise(events))[2:]
+        return min(start.elapsed_time(end) for start, end in pairs) / 1e3
+
+
 def _large_matrix(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Larger than any cache, so that it is read from memory: 512 MiB on a CPU, 2 GiB on a GPU."""
-    rows, columns = (1 << 17, 1 << 13) if device.type == "cuda" else (1 << 16, 1 << 11)
-    return torch.ones(rows, columns, device=device, dtype=dtype)
+    if device.type == "cuda":
+        return torch.randn(1 << 17, 1 << 13, device=device, dtype=dtype)
+    return torch.ones(1 << 16, 1 << 11, device=device, dtype=dtype)
+
+
+def memory_speeds(
+    device: torch.device, dtype: torch.dtype, matrix: torch.Tensor | None = None
+) -> dict[str, float]:
+    """Bytes per second that a copy (read and written), a sum and a matrix-vector product move."""
+    matrix = _large_matrix(device, dtype) if matrix is None else matrix
+    vector = torch.ones(matrix.shape[1], device=device, dtype=dtype)
+    source, target = matrix.chunk(2)
+    with torch.inference_mode():
+        return {
+            "copy": 2 * source.nbytes / device_seconds(lambda: target.copy_(source), device),
+            "sum": matrix.nbytes / device_seconds(matrix.sum, device),
+            "matrix-vector": matrix.nbytes / device_seconds(lambda: matrix @ vector, device),
+        }
 
 
 @torch.inference_mode()
 def read_bandwidth(
     device: torch.device, dtype: torch.dtype, matrix: torch.Tensor | None = None
 ) -> float:
-    """Bytes per second at which a matrix-vector product reads its matrix. Takes about 0.5 s."""
+    """Bytes per second that memory gives: the bound of whatever reads it. Takes about 0.5 s."""
+    if device.type == "cuda":
+        return max(memory_speeds(device, dtype, matrix).values())
     matrix = _large_matrix(device, dtype) if matrix is None else matrix
     vector = torch.ones(matrix.shape[1], device=device, dtype=dtype)
-    return matrix.nbytes / seconds_per_call(partial(torch.mv, matrix, vector), device, 15, min)
+    return matrix.nbytes / device_seconds(partial(torch.mv, matrix, vector), device)
 
 
 @torch.inference_mode()
@@ -63,7 +99,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     n = 8192 if device.type == "cuda" else 2048
     # Random numbers: a product of zeros draws less power and runs faster.
     square = torch.randn(n, n, device=device).to(dtype)
-    return 2 * n**3 / seconds_per_call(partial(torch.mm, square, square), device, 15, min)
+    return 2 * n**3 / device_seconds(partial(torch.mm, square, square), device)
 
 
 @torch.inference_mode()
@@ -79,7 +115,7 @@ def measure(device: torch.device) -> dict[str, Any]:
         dtypes = (torch.float32,)
     matrix = _large_matrix(device, dtypes[0])
     source, target = matrix.chunk(2)
-    copy_seconds = seconds_per_call(lambda: target.copy_(source), device, 7, min)
+    copy_seconds = device_seconds(lambda: target.copy_(source), device, 7)
     return {
         "name": name,
         "memory_bytes": memory,

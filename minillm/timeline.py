@@ -1,9 +1,11 @@
 """What happened when: the engine's clock, a line for every step, and counts. No tensors."""
 
+import math
 import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from minillm.checks import brief
 from minillm.scheduler import Scheduler, StepPlan
 
 
@@ -12,6 +14,16 @@ class Clock:
 
     def now(self) -> float:
         return time.perf_counter()
+
+    def arrival(self, given: float | None) -> float:
+        """When a request came: now, unless a time in seconds on this clock is given."""
+        if given is None:
+            return self.now()
+        if not isinstance(given, (int, float)) or not math.isfinite(given):
+            raise ValueError(
+                f"arrival is {brief(given)}; give a time in seconds on the engine's clock."
+            )
+        return given
 
     def wait_until(self, moment: float) -> None:
         """Let the time pass until `moment`, if that lies ahead."""

@@ -13,7 +13,8 @@ ORDER = (
     "weights.safetensors_folder", "weights.gguf_header", "weights.gguf_checkpoint",
     "weights.tokenizer_files", "weights.default", "weights", "training", "gqa", "prepack",
     "sampling", "ragged", "paged", "cuda_graphs", "generate", "steps", "engine", "workload",
-    "plots", "bench", "bench.recording", "bench.peers", "bench.decode", "bench.prefill",
-    "bench.attention", "bench.serve_gpu", "bench.serve", "bench.load", "bench.tables",
-    "bench.command", "__main__", "bench.__main__",
+    "plots", "bench", "bench.recording", "bench.models", "bench.peers", "bench.decode",
+    "bench.prefill", "bench.attention", "bench.serve_gpu", "bench.serve", "bench.load", "bench.gpu",
+    "bench.gpu_kernels", "bench.gpu_model", "bench.gpu_second", "bench.tables", "bench.command",
+    "__main__", "bench.__main__",
 )  # fmt: skip

@@ -9,9 +9,19 @@ import pytest
 import torch
 from models import tiny_config
 
-from minillm import Decoder, EngineConfig
+from minillm import Decoder, EngineConfig, weights
 from minillm.__main__ import main
-from minillm.bench import BENCHMARKS, attention, decode, load, peers, prefill, serve, serve_gpu
+from minillm.bench import (
+    BENCHMARKS,
+    attention,
+    decode,
+    load,
+    models,
+    peers,
+    prefill,
+    serve,
+    serve_gpu,
+)
 from minillm.bench import recording as recording_module
 from minillm.bench.recording import Recording, alternate
 from minillm.bench.tables import results_table
@@ -24,13 +34,10 @@ REPEATS = {"repeats": 1}
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Bounds that cost nothing: this is about the code, not about this machine."""
-    for module in (decode, serve_gpu):
-        monkeypatch.setattr(module, "read_bandwidth", lambda *_: 1e10)
+    for module in (decode, serve_gpu, attention):
+        monkeypatch.setattr(module, "read_bandwidth", lambda *_: 1e13)
     for module in (prefill, attention):
-        monkeypatch.setattr(module, "matmul_peak", lambda *_: 1e11)
-    hardware = type("Hardware", (), {"copy_bandwidth": 1e10})
-    hardware.measure = staticmethod(lambda device: hardware)
-    monkeypatch.setattr(attention, "Hardware", hardware)
+        monkeypatch.setattr(module, "matmul_peak", lambda *_: 1e14)
 
 
 @pytest.fixture
@@ -110,7 +117,7 @@ def test_llama_cpp(default):
 
 
 def test_load_test_prints_the_table(model, monkeypatch, capsys):
-    monkeypatch.setattr(serve, "load", lambda **_: (model, None))
+    monkeypatch.setattr(serve, "default_model", lambda *_: (model, []))
     monkeypatch.setattr(serve, "azure_load", partial(serve.azure_load, scale=0.001))
     scaled = serve.azure_load.func
     monkeypatch.setattr(
@@ -118,6 +125,21 @@ def test_load_test_prints_the_table(model, monkeypatch, capsys):
     )
     serve.load_test(CPU, 1e6, 3)
     assert "p99 TTFT (ms)" in capsys.readouterr().out
+
+
+def test_on_a_gpu_no_checkpoint_is_needed(monkeypatch):
+    """Weights are random and prompts are bytes: nothing is fetched."""
+    monkeypatch.setattr(models, "random_model", lambda preset, device: (preset, device))
+    monkeypatch.setattr(weights, "load", None)
+    gpu = torch.device("cuda")
+    model, prompts = models.default_model(gpu, ["ab", "c"])
+    assert model == ("smollm2-135m", gpu) and prompts == [[97, 98], [99]]
+
+
+def test_random_weights_have_the_published_shapes():
+    model = models.random_model("smollm2-135m", torch.device("meta"))
+    assert sum(p.numel() for p in model.parameters()) == 134_515_008
+    assert model.dtype == torch.bfloat16 and torch.get_default_dtype() == torch.float32
 
 
 # Recording
@@ -133,6 +155,29 @@ def test_a_missing_peer_is_a_gap(recording, model, monkeypatch):
     assert row["against"] == {} and row["gaps"] == {"transformers": "transformers is not installed"}
     recording.path.rename(recording.path.with_name("decode.cpu.json"))
     assert "| transformers: transformers is not installed |" in results_table(recording.path.parent)
+
+
+def test_a_peer_that_fails_is_a_gap(recording):
+    """The others are measured, and the reason is one line."""
+
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError("no kernel for this\nand a long trace")
+
+    peers = attention.attention_peers(CPU)
+    attention.measure_attention(
+        recording, peers | {"broken": broken}, [(16, 32, True)], [(16, 32, True)], **REPEATS
+    )
+    forward, backward = rows(recording)
+    assert forward["gaps"] == {"broken at D 16, N 32": "no kernel for this"}
+    assert "broken" not in forward["against"] and "reference" in backward["against"]
+
+
+def test_more_than_the_bound_is_not_recorded(recording):
+    recording.add({"what": "w", "value": 1.0, "unit": "s", "of_bound": 1.0}, {})
+    with pytest.raises(RuntimeError, match=r"w: 104\.0% of the bound is impossible"):
+        recording.add({"what": "w", "value": 1.0, "unit": "s", "of_bound": 1.04}, {"b": [1.0]})
+    document = json.loads(recording.path.read_text())
+    assert len(document["rows"]) == 1 and "b" not in document["repeats"]
 
 
 def test_an_uninstalled_package_has_no_version(tmp_path, monkeypatch):

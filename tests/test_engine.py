@@ -714,6 +714,22 @@ def soak(e: Engine, n: int, seed: int) -> Tally:
     return tally
 
 
+def test_forgetting_prefixes():
+    """Then a prompt costs as much as the first time; not while requests are running."""
+    e = engine(MODEL, n_blocks=20)
+    hits = []
+    for forget in (False, False, True):
+        if forget:
+            e.forget_prefixes()
+        before = e.stats.prefix_hit_tokens
+        e.submit([*range(1, 40)], 2)
+        with pytest.raises(ValueError, match="running or waiting; run them to their end first"):
+            e.forget_prefixes()
+        e.run()
+        hits.append(e.stats.prefix_hit_tokens - before)
+    assert hits[0] == hits[2] == 0 < hits[1]
+
+
 @pytest.mark.slow
 def test_two_thousand_requests_leave_nothing_behind():
     e = engine(lively(n_layers=1), n_blocks=30, block_size=4, max_seqs=16, max_batch_tokens=64)

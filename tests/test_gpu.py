@@ -3,8 +3,11 @@
 In bfloat16 too, which the interpreter cannot compute.
 """
 
+from typing import Any
+
 import pytest
 import torch
+from models import lively
 from plain_attention import (
     at_most_twice,
     check_gradients,
@@ -17,14 +20,16 @@ from plain_attention import (
 from torch import Tensor
 
 import minillm
-from minillm import KVCache, generate
+from minillm import KVCache, Sampling, generate, per_token
 from minillm.attention import BACKENDS, attention
 
 pytest.importorskip("triton", reason="needs the package triton, which exists for Linux")
 from kernel_cases import DIMS, FEWER_KEYS, MORE_KEYS, SAME, cases, check_far, grid
 
+from minillm.kernels import fused as fused_kernels
+from minillm.kernels.few_rows import few_rows_linear
 from minillm.kernels.flash_decode import flash_decode
-from minillm.kernels.flash_forward import flash_forward
+from minillm.kernels.flash_forward import candidates, configs, flash_forward
 
 DEVICE, LONGEST = "cuda", 16384
 LOW = (torch.bfloat16, torch.float16)
@@ -175,3 +180,102 @@ def test_offsets_beyond_31_bits(which):
     if torch.cuda.mem_get_info()[0] < 16 << 30:
         pytest.skip("needs 16 GB of free GPU memory")
     check_far(torch.zeros(7 << 30, dtype=torch.float16, device=DEVICE), which)
+
+
+# Graphs, fused kernels, few rows, and what a measurement may choose
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(0.8, top_k=20, seed=3)], ids=str)
+def test_generate_with_graphs_and_fused_kernels(sampling):
+    """The same tokens with and without each, in float32."""
+    answers = []
+    for fused in (False, None):
+        model = lively().cuda()
+        model.fused = fused
+        for graphs in (False, True, None):
+            options = {"sampling": sampling, "cuda_graphs": graphs}
+            answers.append(generate(model, [5, 6, 7], 60, **options))
+    assert answers == [answers[0]] * 6
+
+
+def test_graphs_of_a_model_with_scaled_positions():
+    """Llama 3.1 scales its rotary frequencies: nothing of that may come from the host."""
+    model = lively(rope_factors=(1.0, 2.0, 4.0, 8.0)).cuda()
+    plain = generate(model, [1, 2, 3], 40, cuda_graphs=False)
+    assert generate(model, [1, 2, 3], 40, cuda_graphs=True) == plain
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_model_on_the_second_gpu():
+    first, second = (generate(lively().to(f"cuda:{i}"), [1, 2], 40) for i in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("dtype", [*LOW, torch.float32])
+def test_fused(dtype):
+    torch.manual_seed(0)
+    C, F, H, K, D, N = 4096, 14336, 32, 8, 128, 9
+    x, update = torch.randn(2, 1, N, C, device=DEVICE).to(dtype)
+    weight = torch.randn(C, device=DEVICE).to(dtype)
+    mine, plain = (ops.add_rms_norm(x, update, weight, 1e-5) for ops in (fused_kernels, per_token))
+    assert torch.equal(mine[0], plain[0])
+    exact = per_token.rms_norm(plain[0].double(), weight.double(), 1e-5)
+    at_most_twice("norm", mine[1], plain[1], exact)
+    gate_up = torch.randn(1, N, 2 * F, device=DEVICE).to(dtype)
+    mine, plain = (ops.silu_mul(gate_up) for ops in (fused_kernels, per_token))
+    at_most_twice("gate", mine, plain, per_token.silu_mul(gate_up.double()))
+    qkv = torch.randn(1, N, H + 2 * K, D, device=DEVICE).to(dtype)
+    qk, v = qkv.split((H + K, K), dim=-2)
+    config = minillm.ModelConfig.preset("llama-3-8b")
+    rope = per_token.rope_tables(config, range(90, 90 + N), qkv.device, dtype)
+    pages = torch.zeros(2, 5, 16, K, D, device=DEVICE, dtype=dtype)
+    at = torch.randperm(80, device=DEVICE)[:N]
+    q = fused_kernels.rope_and_write(qk, v, rope, (*pages, at // 16, at % 16))
+    plain = per_token.apply_rope(qk, *rope)
+    exact = per_token.apply_rope(qk.double(), *(t.double() for t in rope))
+    at_most_twice("q", q, plain[:, :, :H], exact[:, :, :H])
+    at_most_twice("k", pages[0, at // 16, at % 16], plain[0, :, H:], exact[0, :, H:])
+    assert torch.equal(pages[1, at // 16, at % 16], v[0])
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("M", [1, 3, 16, 40, 64])
+@pytest.mark.parametrize(("N", "K"), [(4096, 4096), (1000, 1536)])
+def test_few_rows(N, K, M, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(M, K, device=DEVICE).to(dtype)
+    w = torch.randn(N, K, device=DEVICE).to(dtype)
+    exact = x.double() @ w.double().T
+    at_most_twice("16 bits", few_rows_linear(x, w), x @ w.T, exact)
+    q = torch.randint(-127, 127, (N, K), device=DEVICE, dtype=torch.int8)
+    scale = torch.rand(N, device=DEVICE)
+    w = q.double() * scale.double()[:, None]
+    plain = (x.float() @ w.float().T).to(dtype)
+    at_most_twice("8 bits", few_rows_linear(x, q, scale), plain, x.double() @ w.T)
+    q = torch.randint(0, 16, (N, K), device=DEVICE, dtype=torch.uint8)
+    scale, minimum = torch.rand(2, N, K // 32, device=DEVICE).to(dtype)
+    w = q.double().unflatten(1, (-1, 32)) * scale.double()[..., None]
+    w = (w + minimum.double()[..., None]).flatten(1)
+    packed = (q[:, ::2] | q[:, 1::2] << 4).contiguous()
+    plain = (x.float() @ w.float().T).to(dtype)
+    mine = few_rows_linear(x, packed, scale, minimum)
+    at_most_twice("4 bits", mine, plain, x.double() @ w.T)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_every_forward_configuration(D, dtype):
+    """By the copy engine and by pointers, and the specialized ones where the chip has it."""
+    hopper = torch.cuda.get_device_capability() >= (9, 0)
+    for config in [*configs(D, dtype), *(candidates(D) if hopper else [])]:
+        for descriptors in (None, False) if not config.kwargs["SPECIALIZED"] else (None,):
+
+            def forward(
+                *arguments: Any, config: Any = config, descriptors: bool | None = descriptors
+            ) -> Tensor:
+                return flash_forward(*arguments, config, descriptors)[0]
+
+            for T, S, causal in ((300, 300, True), (129, 517, True), (70, 260, False)):
+                check_output(
+                    forward, *inputs(T, S, 4, 2, D, dtype=dtype, device=DEVICE)[:3], causal
+                )

@@ -528,7 +528,7 @@ def test_compiled(sequences, H, dtype, D, capability):
 
 @pytest.mark.compile
 def test_steps_need_no_new_kernel():
-    """Triton compiles anew for sizes of 1 or multiples of 16, and aligned arrays, unless told not to.
+    """Triton compiles anew for sizes of 1 or multiples of 16 and for aligned arrays, if allowed.
 
     Steps of any number of sequences and lengths share four kernels: one new token or several, one
     part or several.

@@ -71,7 +71,17 @@ def test_readme_names_every_module_and_lesson():
 
 def test_readme_make_targets_exist():
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
-    assert targets == {"setup", "lessons", "check", "test", "lint", "lab", "bench", "student"}
+    assert targets == {
+        "setup",
+        "lessons",
+        "check",
+        "test",
+        "lint",
+        "lab",
+        "bench",
+        "gpu",
+        "student",
+    }
     assert set(re.findall(r"make (\w+)", README)) <= targets
 
 

@@ -2,9 +2,14 @@
 
 import argparse
 import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from minillm.bench import BENCHMARKS
-from minillm.folders import project_folder
+from minillm.folders import data_folder, project_folder
+
+if TYPE_CHECKING:
+    import torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +22,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--requests", type=int, default=64, help="with --rate: how many")
     parser.add_argument(
+        "--second", action="store_true", help="with gpu: what takes longer than the first minutes"
+    )
+    parser.add_argument("--part", metavar="PART", help="with gpu: only this part, in this process")
+    parser.add_argument(
+        "--tiny", action="store_true", help="with gpu: small sizes, which try the code"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="with gpu: the folder for the results; figures/data/ by default"
+    )
+    parser.add_argument(
         "--readme", action="store_true", help="measure nothing, rewrite the README's results"
     )
 
@@ -24,10 +39,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the benchmarks that are named, or all of them; ValueError for an unknown name."""
     for name in options.names:
-        if name not in BENCHMARKS:
+        if name not in (*BENCHMARKS, "gpu"):
             raise ValueError(
-                f"There is no benchmark {name!r}; choose from {', '.join(BENCHMARKS)}."
+                f"There is no benchmark {name!r}; choose from {', '.join(BENCHMARKS)}, gpu."
             )
+    gpu = options.names == ["gpu"]
+    if not gpu and (
+        "gpu" in options.names or options.second or options.part or options.tiny or options.out
+    ):
+        raise ValueError(
+            "gpu is a benchmark of its own, and --second, --part, --tiny and --out go with it: "
+            "bench gpu --second."
+        )
     if options.readme:
         from minillm.bench.tables import update_readme
 
@@ -46,7 +69,27 @@ def run(options: argparse.Namespace) -> int:
 
         load_test(device, options.rate, options.requests)
         return 0
-    for name in options.names or BENCHMARKS:
+    if gpu:
+        return _run_gpu(device, options)
+    # Loading reads the default checkpoint, which a GPU's machine need not have.
+    chosen = [name for name in BENCHMARKS if device.type != "cuda" or name != "load"]
+    for name in options.names or chosen:
         path = importlib.import_module(f"minillm.bench.{name}").bench(device)
+        print(f"  written to {path}")
+    return 0
+
+
+def _run_gpu(device: "torch.device", options: argparse.Namespace) -> int:
+    from minillm.bench import gpu
+
+    if device.type != "cuda" and not options.tiny:
+        raise ValueError(
+            f"bench gpu needs a CUDA device, and this is {device}; --tiny tries its code on a CPU."
+        )
+    folder = options.out or data_folder()
+    if options.part is not None:
+        gpu.run_part(options.part, device, folder, options.tiny)
+        return 0
+    for path in gpu.bench(device, folder, second=options.second, tiny=options.tiny):
         print(f"  written to {path}")
     return 0

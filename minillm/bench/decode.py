@@ -19,35 +19,24 @@ from typing import Any
 import torch
 
 from minillm import costs
+from minillm.bench.models import default_model, random_model
 from minillm.bench.peers import has, transformers_generate, transformers_twin
 from minillm.bench.recording import Recording, alternate, dtype_name
-from minillm.config import ModelConfig
 from minillm.generate import generate
 from minillm.measure import read_bandwidth, seconds
 from minillm.model import Decoder
-from minillm.weights import load
 
 
 def bench(device: torch.device) -> Path:
-    """The default checkpoint, and on a GPU Llama-3-8B's shapes with random weights."""
-    model, tokenizer = load(device=device)
-    prompt = tokenizer.encode("The three laws of robotics are")
+    """The default model, and on a GPU Llama-3-8B's shapes as well."""
+    model, (prompt,) = default_model(device, ["The three laws of robotics are"])
     settings = {"model": model.config.name, "prompt_tokens": len(prompt), "new_tokens": 64}
     recording = Recording("decode", device, settings)
     measure_decode(recording, model, prompt, 64)
     if device.type == "cuda":
         del model
-        measure_decode(recording, llama_3_8b(device), prompt, 64, peer=False)
+        measure_decode(recording, random_model("llama-3-8b", device), prompt, 64, peer=False)
     return recording.path
-
-
-def llama_3_8b(device: torch.device) -> Decoder:
-    """Its shapes with random weights in bfloat16: speed does not depend on what they say."""
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
-        model = Decoder(ModelConfig.preset("llama-3-8b")).eval().requires_grad_(False)
-    torch.set_default_dtype(torch.float32)
-    return model
 
 
 def decode_seconds(generate_n: Callable[[int], Any], n: int, device: torch.device) -> float:

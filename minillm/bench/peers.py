@@ -5,8 +5,9 @@ A package that is not installed is a gap in the results, not an error.
 
 import importlib.util
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,6 @@ import torch
 
 from minillm.bench.recording import Recording
 from minillm.model import Decoder
-from minillm.weights import fetch_default, parameter_sources
 from minillm.workload import Load
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ def has(package: str, recording: Recording, peer: str) -> bool:
 def transformers_twin(model: Decoder) -> "LlamaForCausalLM":
     """The same weights in Hugging Face transformers' Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from minillm.weights import parameter_sources
 
     c = model.config
     config = LlamaConfig(
@@ -79,22 +81,27 @@ def transformers_static_batch(
     assert out.shape == (len(prompts), longest + n)
 
 
-def transformers_continuous(twin: "LlamaForCausalLM", requests: Sequence[Load]) -> None:
-    """All requests through transformers' continuous batching."""
+@contextmanager
+def transformers_continuous(twin: "LlamaForCausalLM") -> Iterator[Callable[[Sequence[Load]], None]]:
+    """A function that sends requests through transformers' continuous batching, set up before."""
     from transformers import GenerationConfig
 
     config = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0)
     with twin.continuous_batching_context_manager(
         generation_config=config, block=True, timeout=5
     ) as manager:
-        for request in requests:
-            manager.add_request(list(request.prompt_ids), max_new_tokens=request.max_new_tokens)
-        finished = 0
-        while finished < len(requests):
-            result = manager.get_result(timeout=1)
-            if result is None and not manager.is_running():
-                raise RuntimeError("transformers stopped before all requests were done.")
-            finished += result is not None and result.is_finished()
+
+        def serve(requests: Sequence[Load]) -> None:
+            for request in requests:
+                manager.add_request(list(request.prompt_ids), max_new_tokens=request.max_new_tokens)
+            finished = 0
+            while finished < len(requests):
+                result = manager.get_result(timeout=1)
+                if result is None and not manager.is_running():
+                    raise RuntimeError("transformers stopped before all requests were done.")
+                finished += result is not None and result.is_finished()
+
+        yield serve
 
 
 def llama_cpp_seconds(prompts: list[list[int]], lengths: list[int], n_threads: int) -> float:
@@ -112,6 +119,8 @@ def _llama_cpp(prompts: list[list[int]], lengths: list[int], n_threads: int) -> 
     Loading is not counted.
     """
     import xllamacpp
+
+    from minillm.weights import fetch_default
 
     params = xllamacpp.CommonParams()
     params.model.path = str(fetch_default())

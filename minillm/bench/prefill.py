@@ -6,19 +6,19 @@ from statistics import median
 import torch
 
 from minillm import costs
+from minillm.bench.models import default_model
 from minillm.bench.peers import has, transformers_twin
 from minillm.bench.recording import Recording, alternate, dtype_name
 from minillm.kv_cache import KVCache
 from minillm.measure import matmul_peak, seconds
 from minillm.model import Decoder
-from minillm.weights import load
 
 N_TOKENS = 512
 
 
 def bench(device: torch.device) -> Path:
-    """The default checkpoint, with a prompt of 512 tokens."""
-    model, _ = load(device=device)
+    """The default model, with a prompt of 512 tokens."""
+    model, _ = default_model(device, [])
     flops = costs.prefill_flops(model.config, N_TOKENS, last_logits_only=True)
     settings = {"model": model.config.name, "prompt_tokens": N_TOKENS, "flops": flops}
     recording = Recording("prefill", device, settings)

@@ -72,8 +72,13 @@ class Recording:
         """Add a part: the row that the README shows, if any, and the raw numbers behind it.
 
         A row has "what", "value" and "unit"; it may have "of_bound", and "against" with a ratio
-        for each peer.
+        for each peer. RuntimeError for more than 100% of a bound: something was not measured right.
         """
+        if row is not None and row.get("of_bound", 0) > 1:
+            raise RuntimeError(
+                f"{row['what']}: {row['of_bound']:.1%} of the bound is impossible; the bound or "
+                "the time is wrong, and nothing was recorded. Run it again on a quiet machine."
+            )
         if row is not None:
             self.document["rows"].append(row | ({"gaps": dict(self._gaps)} if self._gaps else {}))
         self.document["repeats"] |= repeats
@@ -94,15 +99,19 @@ def alternate(fns: dict[str, Callable[[], float]], repeats: int) -> Repeats:
     return {name: values[2:] for name, values in results.items()}
 
 
-def kernel_seconds(fn: Callable[[], Any], device: torch.device) -> float:
+def kernel_seconds(fn: Callable[[], Any], device: torch.device, *, as_graph: bool = False) -> float:
     """Seconds of one call.
 
-    GPU kernels are timed by Triton's own benchmark: events on the device, caches flushed between.
+    GPU kernels are timed by Triton's own benchmarks: events on the device, caches flushed between.
+    as_graph: for kernels shorter than their launch, which would be timed instead: many calls as one
+    CUDA graph. Caches stay warm then, so `fn` must go through more memory than they hold.
     """
     if device.type != "cuda":
         return seconds(fn, device)
-    from triton.testing import do_bench
+    from triton.testing import do_bench, do_bench_cudagraph
 
+    if as_graph:
+        return do_bench_cudagraph(fn, rep=30, return_mode="median") / 1e3
     return do_bench(fn, warmup=5, rep=30, return_mode="median") / 1e3
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minillm.bench.models import default_model
 from minillm.bench.peers import (
     LLAMA_CPP,
     has,
@@ -37,17 +38,15 @@ from minillm.metrics import Objective, summarize
 from minillm.model import Decoder
 from minillm.prepack import prepack
 from minillm.sampling import Sampling
-from minillm.weights import load
 from minillm.workload import AZURE_OUTPUT, AZURE_PROMPT, azure_load, draw_length, serve
 
 _TOPICS = ("Rome", "salt", "the moon", "a spoon", "rivers", "glass", "an owl", "music")
 
 
 def bench(device: torch.device) -> Path:
-    """The default checkpoint, and on a GPU Llama-3-8B's shapes with random weights."""
-    model, tokenizer = load(device=device)
+    """The default model, and on a GPU Llama-3-8B's shapes as well."""
     asked = [f"Write {size} story about {t}." for size in ("a short", "a long") for t in _TOPICS]
-    prompts = [tokenizer.encode(text) for text in asked]
+    model, prompts = default_model(device, asked)
     generator = random.Random(0)
     many = [draw_length(AZURE_OUTPUT, generator, 0.2) for _ in prompts]
     answers = {"of one length": [48] * len(prompts), "of many lengths": many}
@@ -116,7 +115,7 @@ def measure_requests(
 
 
 def _serve_all(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> None:
-    engine.cache.manager.reset()  # a prompt met a second time would be cheaper
+    engine.forget_prefixes()  # a prompt met a second time would be cheaper
     asked = list(zip(prompts, lengths, strict=True))
     ids = [engine.submit(prompt, n) for prompt, n in asked]
     out = engine.run()
@@ -209,7 +208,7 @@ def load_test(device: torch.device, rate: float, n_requests: int, seed: int = 0)
 
     Lengths are like Azure's, scaled to a tenth.
     """
-    model, _ = load(device=device)
+    model, _ = default_model(device, [])
     engine = Engine(model, EngineConfig(n_blocks=1024, max_seqs=32, max_batch_tokens=256))
     load_ = azure_load(rate, n_requests, model.config.vocab_size, scale=0.1, seed=seed)
     print(summarize(serve(engine, load_), Objective(ttft=1.0, tpot=0.2)))

@@ -6,6 +6,7 @@ transformers' continuous batching; paged against contiguous attention at the sam
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from statistics import median
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from minillm import costs
 from minillm.attention import attention
-from minillm.bench.decode import llama_3_8b
+from minillm.bench.models import random_model
 from minillm.bench.peers import has, transformers_continuous, transformers_twin
 from minillm.bench.recording import Recording, alternate, kernel_seconds
 from minillm.engine import Engine, EngineConfig
@@ -26,7 +27,7 @@ from minillm.workload import azure_load, serve
 
 def measure_large(recording: Recording) -> None:
     """All three, in this order."""
-    large = llama_3_8b(recording.device)
+    large = random_model("llama-3-8b", recording.device)
     measure_one_user(recording, large, cuda_graphs=True)
     config = EngineConfig(n_blocks=8192, max_seqs=256, max_batch_tokens=2048, cuda_graphs=True)
     measure_many(recording, large, config, n_requests=256)
@@ -71,22 +72,23 @@ def measure_many(
     tokens, engine = sum(request.max_new_tokens for request in requests), Engine(model, config)
 
     def ours() -> None:
-        engine.cache.manager.reset()
+        engine.forget_prefixes()
         serve(engine, requests)
 
     fns = {"minillm": partial(seconds, ours, model.device)}
     peer = "transformers' continuous batching"
-    if model.device.type == "cuda" and has("transformers", recording, peer):
-        twin = transformers_twin(model)
-        fns[peer] = partial(seconds, partial(transformers_continuous, twin, requests), model.device)
-    times = alternate(fns, repeats)
+    with ExitStack() as stack:  # both engines are made, and their graphs captured, before
+        if model.device.type == "cuda" and has("transformers", recording, peer):
+            theirs = stack.enter_context(transformers_continuous(transformers_twin(model)))
+            fns[peer] = partial(seconds, partial(theirs, requests), model.device)
+        times = alternate(fns, repeats)
     took = {name: median(values) for name, values in times.items()}
     ours_took = took.pop("minillm")
     row = {
         "what": f"{n_requests} requests at once, {model.config.name}, bfloat16",
         "value": tokens / ours_took,
         "unit": "tokens/s",
-        "against": {name: theirs / ours_took for name, theirs in took.items()},
+        "against": {name: other / ours_took for name, other in took.items()},
     }
     _print(row)
     recording.add(row, {f"{n_requests} requests, {name}": v for name, v in times.items()})
@@ -98,7 +100,8 @@ def measure_layouts(
     """One row: the speed of paged attention over that of contiguous, at the same work."""
     device = recording.device
     calls = paged_and_contiguous(device, n, length)
-    fns = {name: partial(kernel_seconds, call, device) for name, call in calls.items()}
+    timed = partial(kernel_seconds, device=device, as_graph=True)
+    fns = {name: partial(timed, call) for name, call in calls.items()}
     times = alternate(fns, repeats)
     row = {
         "what": f"paged attention, {n} sequences of {length}",

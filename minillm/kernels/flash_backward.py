@@ -36,6 +36,7 @@ spilled and without two groups of warps on the same tile, the one expected to be
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 import triton
@@ -251,13 +252,6 @@ def dq_kernel(
     store_tile(dq_head, dq_stride_t, t0, T, dq * scale, D, BLOCK_T, BLOCK_D)
 
 
-@functools.cache
-def _tuned(kernel: triton.JITFunction, d_head: int, dtype: torch.dtype) -> triton.runtime.Autotuner:
-    choose = configs_dkv if kernel is dkv_kernel else configs_dq
-    tune = triton.autotune(choose(d_head, dtype), key=["LENGTH", "CAUSAL"], cache_results=True)
-    return tune(kernel)
-
-
 def flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     causal: bool, scale: float,
@@ -267,34 +261,69 @@ def flash_backward(
     grad: the gradient of out (B, T, H, D). out, lse (B, H, T): what the forward pass returned. The
     last dimension of every input is contiguous.
     """
-    B, T, H, D = q.shape
-    S, K = k.shape[1:3]
-    constants = dict(D=D, BLOCK_D=max(16, triton.next_power_of_2(D)))
-    delta = torch.empty_like(lse)
+    delta = row_sums(grad, out, lse)
+    dk, dv = grad_kv(grad, q, k, v, lse, delta, causal, scale)
+    return grad_q(grad, q, k, v, lse, delta, causal, scale), dk, dv
+
+
+def row_sums(grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """delta (B, H, T) in float32."""
+    B, T, H, D = out.shape
+    delta, block_d = torch.empty_like(lse), max(16, triton.next_power_of_2(D))
     delta_kernel[(triton.cdiv(T, 64) * B * H,)](
-        out, grad, delta, *out.stride()[:3], *grad.stride()[:3], T, H, **constants, BLOCK_T=64
-    )
+        out, grad, delta, *out.stride()[:3], *grad.stride()[:3], T, H,
+        D=D, BLOCK_D=block_d, BLOCK_T=64,
+    )  # fmt: skip
+    return delta
 
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    strides = tuple(s for x in (q, k, v, grad) for s in x.stride()[:3])
-    sizes = (T, S, H, H // K, scale, triton.next_power_of_2(S))
-    constants |= dict(CAUSAL=causal)
-    long = q.is_cuda and T >= LONG
 
-    def grid_dkv(meta: dict[str, int]) -> tuple[int]:
-        return (triton.cdiv(S, meta["BLOCK_S"]) * B * K,)
+def grad_kv(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
+    causal: bool, scale: float, config: triton.Config | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dK and dV (B, S, K, D). config: for measurements; else as in `flash_forward`."""
+    B, K = k.shape[0], k.shape[2]
+    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    tensors, n_heads = (q, k, v, grad, lse, delta, dk, dv), B * K
+    _launch(dkv_kernel, configs_dkv, "BLOCK_S", n_heads, tensors, dk, causal, scale, config)
+    return dk, dv
 
-    def grid_dq(meta: dict[str, int]) -> tuple[int]:
-        return (triton.cdiv(T, meta["BLOCK_T"]) * B * H,)
 
-    arguments = (q, k, v, grad, lse, delta, dk, dv, *strides, *dk.stride()[:3], *sizes)
-    if long:
-        _tuned(dkv_kernel, D, q.dtype)[grid_dkv](*arguments, **constants)
+def grad_q(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
+    causal: bool, scale: float, config: triton.Config | None = None,
+) -> Tensor:  # fmt: skip
+    """dQ (B, T, H, D). config: as in `grad_kv`."""
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    tensors, n_heads = (q, k, v, grad, lse, delta, dq), q.shape[0] * q.shape[2]
+    _launch(dq_kernel, configs_dq, "BLOCK_T", n_heads, tensors, dq, causal, scale, config)
+    return dq
+
+
+@functools.cache
+def _tuned(kernel: triton.JITFunction, d_head: int, dtype: torch.dtype) -> triton.runtime.Autotuner:
+    choose = configs_dkv if kernel is dkv_kernel else configs_dq
+    tune = triton.autotune(choose(d_head, dtype), key=["LENGTH", "CAUSAL"], cache_results=True)
+    return tune(kernel)
+
+
+def _launch(
+    kernel: triton.JITFunction, choose: Callable[..., list[triton.Config]], tile: str, n_heads: int,
+    tensors: tuple[Tensor, ...], written: Tensor, causal: bool, scale: float,
+    config: triton.Config | None,
+) -> None:  # fmt: skip
+    """Either kernel: a program for each `tile` of each of n_heads; `written` is what it writes."""
+    q, k, v, grad = tensors[:4]
+    (T, H, D), S = q.shape[1:], k.shape[1]
+    strides = tuple(s for x in (q, k, v, grad, written) for s in x.stride()[:3])
+    sizes = (T, S, H, H // k.shape[2], scale, triton.next_power_of_2(S))
+    constants = dict(CAUSAL=causal, D=D, BLOCK_D=max(16, triton.next_power_of_2(D)))
+
+    def grid(meta: dict[str, int]) -> tuple[int]:
+        return (triton.cdiv(written.shape[1], meta[tile]) * n_heads,)
+
+    if q.is_cuda and T >= LONG and config is None:
+        _tuned(kernel, D, q.dtype)[grid](*tensors, *strides, *sizes, **constants)
     else:
-        dkv_kernel[grid_dkv](*arguments, **constants, **configs_dkv(D, q.dtype)[0].all_kwargs())
-    arguments = (q, k, v, grad, lse, delta, dq, *strides, *dq.stride()[:3], *sizes)
-    if long:
-        _tuned(dq_kernel, D, q.dtype)[grid_dq](*arguments, **constants)
-    else:
-        dq_kernel[grid_dq](*arguments, **constants, **configs_dq(D, q.dtype)[0].all_kwargs())
-    return dq, dk, dv
+        chosen = config or choose(D, q.dtype)[0]
+        kernel[grid](*tensors, *strides, *sizes, **constants, **chosen.all_kwargs())

@@ -209,12 +209,14 @@ def takes_descriptors(*tensors: Tensor) -> bool:
 
 
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, config: triton.Config | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float,
+    config: triton.Config | None = None, descriptors: bool | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output (B, T, H, D) and the log-sum-exp of each row's scaled scores, (B, H, T) in float32.
 
-    q (B, T, H, D), k and v (B, S, K, D), the last dimension contiguous. scale above 0. config: for
-    measurements; else the first of `configs`, or the best one for LONG queries and more.
+    q (B, T, H, D), k and v (B, S, K, D), the last dimension contiguous. scale above 0. For
+    measurements, config: else the first of `configs`, or the best one for LONG queries and more;
+    descriptors: else where `takes_descriptors` allows it.
     """
     B, T, H, D = q.shape
     S, K = k.shape[1:3]
@@ -224,7 +226,7 @@ def flash_forward(
     sizes = (T, S, H, H // K, scale * math.log2(math.e), triton.next_power_of_2(S))
     arguments = (q, k, v, out, lse, *strides, *sizes)
     constants = dict(CAUSAL=causal, D=D, BLOCK_D=max(16, triton.next_power_of_2(D)))
-    constants["DESCRIPTORS"] = takes_descriptors(q, k, v)
+    constants["DESCRIPTORS"] = takes_descriptors(q, k, v) and descriptors is not False
     if constants["DESCRIPTORS"]:  # each program keeps its descriptors in memory from here
         triton.set_allocator(functools.partial(_scratch, q.device))
 

@@ -1,0 +1,207 @@
+"""Parts of `minillm.bench.gpu` that time kernels alone: every configuration, by name.
+
+Bounds: attention's FLOPs over the matrix product's peak; for decode attention and few rows of a
+matrix, the bytes read over the memory's speed.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minillm.attention import attention
+from minillm.bench.attention import attention_peers
+from minillm.bench.gpu import report
+from minillm.bench.recording import Recording, kernel_seconds
+from minillm.measure import matmul_peak, read_bandwidth
+
+Named = Iterator[tuple[str, Callable[[], Any]]]
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float16
+
+
+def _bounds(recording: Recording, tiny: bool) -> tuple[float, float]:
+    """FLOP/s and bytes/s; without a meaning where only the code is tried."""
+    if tiny:
+        return 1e18, 1e18
+    device = recording.device
+    return matmul_peak(device, _dtype(device)), read_bandwidth(device, _dtype(device))
+
+
+def _time(
+    recording: Recording, calls: Named, label: str, work: float, bound: float, unit: str,
+    *, as_graph: bool = False, scale: float = 1e12,
+) -> None:  # fmt: skip
+    """A row for each call: work per second in units of `scale`; one that fails is a gap."""
+    for name, call in calls:
+        try:
+            speed = work / kernel_seconds(call, recording.device, as_graph=as_graph)
+            report(recording, f"{label}, {name}", speed / scale, unit, of_bound=speed / bound)
+        except Exception as error:  # a compiler's, a driver's: the others are still wanted
+            recording.gap(f"{label}, {name}", str(error).partition("\n")[0] or repr(error))
+
+
+def _config_name(config: Any) -> str:
+    kwargs = config.kwargs
+    kind = " specialized" if kwargs.get("SPECIALIZED") else ""
+    tile = f"{kwargs['BLOCK_T']} × {kwargs['BLOCK_S']}"
+    return f"{tile}, {config.num_warps} warps, {config.num_stages} stages{kind}"
+
+
+def forward(recording: Recording, tiny: bool) -> None:
+    """Every configuration of the forward kernel, PyTorch's kernels beside it, and its errors."""
+    from minillm.kernels import flash_forward as kernel
+
+    device, dtype = recording.device, _dtype(recording.device)
+    peak, _ = _bounds(recording, tiny)
+    for D in (64, 128):
+        q, k, v = torch.randn(3, 1, 64 if tiny else 1024, 2, D, device=device, dtype=dtype)
+        exact = attention(*(x.double() for x in (q, k, v)), backend="reference")
+        for name, backend in (("ours", "triton"), ("PyTorch's", "sdpa")):
+            error = (attention(q, k, v, backend=backend).double() - exact).abs().max()
+            report(recording, f"largest error, D {D}, {name}", float(error), "")
+        for N in (64,) if tiny else (4096, 16384):
+            B, H = (1, 1) if tiny else (16384 // N, 2048 // D)
+            q, k, v = torch.randn(3, B, N, H, D, device=device, dtype=dtype)
+            run = partial(kernel.flash_forward, q, k, v, True, D**-0.5)
+            calls: dict[str, Callable[[], Any]] = {}
+            for config in kernel.configs(D, dtype):
+                calls[_config_name(config)] = partial(run, config)
+                calls[_config_name(config) + ", pointers"] = partial(run, config, False)
+            if device.type == "cuda":
+                peers = attention_peers(device)
+                for peer in ("flash", "cudnn"):
+                    calls[peer] = partial(peers[peer], q, k, v, True)
+            # Last, since no specialized kernel has run before.
+            for config in kernel.candidates(D)[: 1 if tiny else None]:
+                calls[_config_name(config)] = partial(run, config)
+            flops = 4 * B * H * N**2 * D / 2
+            label = f"forward, D {D}, N {N}"
+            _time(recording, iter(calls.items()), label, flops, peak, "TFLOP/s")
+
+
+# What was the default before, for comparison: two groups of warps on one tile.
+_BEFORE = {("dkv", 128): (32, 64, 8, 2), ("dq", 128): (64, 64, 8, 2)}
+
+
+def backward(recording: Recording, tiny: bool) -> None:
+    """dK/dV and dQ apart, every configuration."""
+    import triton
+
+    from minillm.kernels import flash_backward as kernel
+    from minillm.kernels.flash_forward import flash_forward
+
+    device, dtype = recording.device, _dtype(recording.device)
+    peak, _ = _bounds(recording, tiny)
+    kinds = {"dkv": (kernel.grad_kv, kernel.configs_dkv), "dq": (kernel.grad_q, kernel.configs_dq)}
+    for D in (64, 128):
+        for N in (64,) if tiny else (4096, 16384):
+            B, H = (1, 1) if tiny else (16384 // N, 2048 // D)
+            q, k, v, grad = torch.randn(4, B, N, H, D, device=device, dtype=dtype)
+            scale = D**-0.5
+            out, lse = flash_forward(q, k, v, True, scale)
+            delta = kernel.row_sums(grad, out, lse)
+            for kind, (run, choose) in kinds.items():
+                configs = choose(D, dtype)
+                if (kind, D) in _BEFORE and not tiny:
+                    t, s, warps, stages = _BEFORE[kind, D]
+                    configs.append(triton.Config({"BLOCK_T": t, "BLOCK_S": s}, warps, stages))
+                call = partial(run, grad, q, k, v, lse, delta, True, scale)
+                calls = ((_config_name(config), partial(call, config)) for config in configs)
+                # Products with scores in them: 4 for dK and dV, 3 for dQ, half of each is masked.
+                flops = (8 if kind == "dkv" else 6) * B * H * N**2 * D / 2
+                _time(recording, calls, f"{kind}, D {D}, N {N}", flops, peak, "TFLOP/s")
+
+
+def decode_attention(recording: Recording, tiny: bool) -> None:
+    """One new token of each sequence: parts of the keys, and pages with deeper pipelines."""
+    import triton
+
+    from minillm.bench.serve_gpu import paged_and_contiguous
+    from minillm.kernels import flash_decode as kernel
+    from minillm.kernels import paged_attention
+
+    device, dtype = recording.device, _dtype(recording.device)
+    _, bandwidth = _bounds(recording, tiny)
+    K, D = (1, 16) if tiny else (8, 128)
+    H = 4 * K
+    for S in (64,) if tiny else (2048, 8192, 32768, 131072):
+        for B in (1,) if tiny else (1, 4, 16, 64):
+            n_bytes = 2 * B * S * K * D * 2
+            if n_bytes > 40e9:
+                continue
+            n_caches = 1 if tiny else max(1, int(3e8 / n_bytes))  # more than the L2 cache holds
+            q = torch.randn(B, 1, H, D, device=device, dtype=dtype)
+            caches = torch.randn(n_caches, 2, B, S, K, D, device=device, dtype=dtype)
+            label = f"decode, {S} keys, batch {B}"
+            processors = 2
+            if device.type == "cuda":
+                processors = torch.cuda.get_device_properties(device).multi_processor_count
+            for each in (2,) if tiny else (1, 2, 3, 4):
+                n_parts = max(1, min(each * processors // (B * K), 128, S // 64))
+                attend = partial(kernel.flash_decode, causal=True, scale=D**-0.5, n_parts=n_parts)
+                all_caches = partial(_each, [partial(attend, q, k, v) for k, v in caches])
+                calls = iter([(f"{each} programs a processor", all_caches)])
+                work = n_bytes * n_caches
+                _time(recording, calls, label, work, bandwidth, "GB/s", as_graph=True, scale=1e9)
+    n, length = (2, 64) if tiny else (64, 2048)
+    both = paged_and_contiguous(device, n, length)
+    work = 2 * n * length * 8 * 128 * (2 if device.type == "cuda" else 4)
+    for stages in (5,) if tiny else (3, 5, 7):
+        chosen = triton.Config({"BLOCK_S": 64}, num_warps=4, num_stages=stages)
+        before, paged_attention.config = paged_attention.config, lambda *_, c=chosen: c
+        calls = iter([(f"{stages} stages", both["paged"])])
+        label = f"paged, {n} sequences of {length}"
+        _time(recording, calls, label, work, bandwidth, "GB/s", as_graph=True, scale=1e9)
+        paged_attention.config = before
+    calls = iter([("contiguous", both["contiguous"])])
+    _time(recording, calls, label, work, bandwidth, "GB/s", as_graph=True, scale=1e9)
+
+
+def matrices(recording: Recording, tiny: bool) -> None:
+    """Llama-3-8B's four matrices and its head, with 1 to 64 rows: PyTorch, and bits of our own."""
+    from minillm.kernels.few_rows import few_rows_linear
+
+    device, dtype = recording.device, _dtype(recording.device)
+    _, bandwidth = _bounds(recording, tiny)
+    shapes = {
+        "qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096),
+        "down": (4096, 14336), "head": (128256, 4096),
+    }  # fmt: skip
+    for name, (N, K) in {"tiny": (70, 128)}.items() if tiny else shapes.items():
+        n_copies = 1 if tiny else max(1, int(6e8 / (N * K)))  # 4 bits fill the L2 cache, too
+        weights = [torch.randn(N, K, device=device, dtype=dtype) for _ in range(n_copies)]
+        bytes_ = [torch.randint(-127, 127, (N, K), device=device, dtype=torch.int8)
+                  for _ in range(n_copies)]  # fmt: skip
+        pairs = [w.view(torch.uint8)[:, : K // 2].contiguous() for w in bytes_]
+        scale = torch.rand(N, device=device)
+        groups = torch.rand(2, N, K // 32, device=device).to(dtype)
+        for M in (3,) if tiny else (1, 2, 4, 8, 16, 32, 64):
+            x = torch.randn(M, K, device=device, dtype=dtype)
+            forms: dict[str, tuple[Callable[[Tensor], Tensor], list[Tensor]]] = {
+                "PyTorch, 16 bits": (partial(F.linear, x), weights),
+                "16 bits": (partial(few_rows_linear, x), weights),
+                "8 bits": (partial(_quantized, x, (scale,)), bytes_),
+                "4 bits": (partial(_quantized, x, tuple(groups)), pairs),
+            }
+            for form, (product, stored) in forms.items():
+                work = sum(w.nbytes for w in stored)
+                calls = iter([(form, partial(_each, [partial(product, w) for w in stored]))])
+                label = f"{name} ({N} × {K}), {M} rows"
+                _time(recording, calls, label, work, bandwidth, "GB/s", as_graph=True, scale=1e9)
+
+
+def _each(calls: list[Callable[[], Any]]) -> None:
+    for call in calls:
+        call()
+
+
+def _quantized(x: Tensor, scales: tuple[Tensor, ...], weight: Tensor) -> Tensor:
+    from minillm.kernels.few_rows import few_rows_linear
+
+    return few_rows_linear(x, weight, *scales)

@@ -1,0 +1,158 @@
+"""Parts of `minillm.bench.gpu` that run a whole model: Llama-3-8B's shapes with random weights.
+
+Bound of a decoded token: the bytes of all weights and of the cache so far, over the memory's speed.
+"""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from minillm import costs
+from minillm.bench.gpu import report
+from minillm.bench.models import random_model
+from minillm.bench.recording import Recording, dtype_name
+from minillm.config import ModelConfig
+from minillm.cuda_graphs import GraphedSequence
+from minillm.engine import Engine, EngineConfig
+from minillm.generate import generate
+from minillm.measure import device_seconds, read_bandwidth, seconds
+from minillm.model import Decoder
+from minillm.workload import azure_load, serve
+
+
+def _model(recording: Recording, tiny: bool) -> Decoder:
+    if not tiny:
+        return random_model("llama-3-8b", recording.device)
+    sizes = {"n_layers": 1, "d_model": 32, "n_heads": 2, "n_kv_heads": 1, "d_head": 16, "d_ff": 48}
+    config = ModelConfig(**sizes, vocab_size=300, max_seq_len=256)
+    return Decoder(config).eval().requires_grad_(False).to(recording.device)
+
+
+def model(recording: Recording, tiny: bool) -> None:
+    """One user: eager, with the fused kernels off, as a graph; a replay alone, kernel by kernel."""
+    device, large = recording.device, _model(recording, tiny)
+    n, prompt = (3, [1, 2, 3]) if tiny else (64, list(range(8)))
+    bandwidth = 1e18 if tiny else read_bandwidth(device, large.dtype)
+    n_bytes = costs.decode_bytes(large.config, 1, len(prompt) + n // 2, dtype_name(large.dtype))
+    bound = n_bytes / bandwidth
+    report(recording, "bound of a token", bound * 1e3, "ms")
+
+    def token_seconds(**options: Any) -> float:
+        def run(k: int) -> float:
+            return seconds(lambda: generate(large, prompt, k, **options), device)
+
+        run(2)
+        return median((run(n + 1) - run(1)) / n for _ in range(1 if tiny else 5))
+
+    on_gpu = device.type == "cuda"
+    for name, fused in (("plain", False), ("fused kernels", None)):
+        large.fused = fused
+        took = token_seconds(cuda_graphs=False)
+        report(recording, f"a token, {name}", took * 1e3, "ms", of_bound=bound / took)
+    if not on_gpu:
+        recording.gap("graphs", "they need a CUDA device")
+        recording.add(None, {})
+        return
+    for name, fused in (("plain", False), ("fused kernels", None)):
+        large.fused = fused
+        sequence = GraphedSequence(large, len(prompt) + 2 * n, "auto")
+        sequence.logits(prompt)
+        step = partial(sequence.logits, [1])
+        took = median(seconds(lambda step=step: int(step()[1]), device) for _ in range(n))
+        report(recording, f"a token, graph, {name}", took * 1e3, "ms", of_bound=bound / took)
+        graph = next(iter(sequence._graphs._graphs.values()))[0]
+        alone = device_seconds(graph.replay, device)
+        report(recording, f"a replay alone, {name}", alone * 1e3, "ms", of_bound=bound / alone)
+        _profile(recording, name, graph.replay)
+
+
+def _profile(recording: Recording, name: str, replay: Callable[[], None]) -> None:
+    """Microseconds of one replay by kernel, the longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        replay()
+        torch.cuda.synchronize()
+    kernels = sorted(profiled.key_averages(), key=lambda e: -e.self_device_time_total)[:25]
+    times = {event.key[:120]: [event.self_device_time_total, event.count] for event in kernels}
+    recording.add(None, {f"replay by kernel, {name} (µs, calls)": times})
+    for kernel, (took, calls) in list(times.items())[:12]:
+        print(f"    {took:8.1f} µs in {calls:4} calls  {kernel[:70]}")
+
+
+def engine(recording: Recording, tiny: bool) -> None:
+    """Many requests: tokens per second, time by part of a step, compilations on the way."""
+    device, large = recording.device, _model(recording, tiny)
+    on_gpu = device.type == "cuda"
+    sizes = {"n_blocks": 40, "max_seqs": 4, "max_batch_tokens": 64}
+    if not tiny:
+        sizes = {"n_blocks": 16384, "max_seqs": 256, "max_batch_tokens": 2048}
+    start = time.perf_counter()
+    running = Engine(large, EngineConfig(**sizes, cuda_graphs=on_gpu))
+    report(recording, "making the engine, graphs captured", time.perf_counter() - start, "s")
+    n, scale = (3, 0.01) if tiny else (256, 0.25)
+    requests = azure_load(math.inf, n, large.config.vocab_size, scale=scale)
+    if tiny:
+        requests = [r for r in requests if len(r.prompt_ids) + r.max_new_tokens < 200]
+    n_tokens = sum(request.max_new_tokens for request in requests)
+    compiled = count_compilations()
+    for attempt in ("the first time", "again"):
+        compiled.clear()
+        running.forget_prefixes()
+        parts = timed_parts(running)
+        took = seconds(lambda: serve(running, requests), device)
+        report(recording, f"{n} requests, {attempt}", n_tokens / took, "tokens/s")
+        report(recording, f"Triton compilations, {attempt}", len(compiled), "", kernels=compiled[:])
+        for part, spent in parts.items():
+            report(recording, f"{part}, {attempt}", 100 * spent / took, "% of the time")
+
+
+def timed_parts(engine: Engine) -> dict[str, float]:
+    """Seconds in each part of the engine's steps, added up from now on.
+
+    The forward pass ends with a look at its tokens, so a GPU's time is in it.
+    """
+    import minillm.engine as module
+
+    spent: dict[str, float] = defaultdict(float)
+
+    def timed(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        fn = getattr(fn, "untimed", fn)
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return fn(*arguments, **keywords)
+            finally:
+                spent[name] += time.perf_counter() - start
+
+        call.untimed = fn
+        return call
+
+    engine.scheduler.schedule = timed("scheduling", engine.scheduler.schedule)
+    module.forward = timed("forward pass", module.forward)
+    module.draw_tokens = timed("drawing tokens", module.draw_tokens)
+    if engine._graphs is not None:
+        rows = engine._graphs._rows
+        rows.fill = timed("filling the graphs' tensors (in the forward pass)", rows.fill)
+    return spent
+
+
+def count_compilations() -> list[str]:
+    """A list that gets the name of every kernel that Triton compiles from now on."""
+    import triton
+
+    names: list[str] = []
+
+    def listen(*_: Any, src: Any = None, cache_hit: bool = False, **__: Any) -> None:
+        names.append(f"{getattr(src, 'name', '?')}{' (from the cache)' if cache_hit else ''}")
+
+    if hasattr(triton.knobs.compilation, "listener"):
+        triton.knobs.compilation.listener = listen
+    return names

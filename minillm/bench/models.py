@@ -1,0 +1,33 @@
+"""What the benchmarks measure: the default checkpoint on a CPU, random weights on a GPU.
+
+Speed does not depend on what the weights say, and a GPU's machine may have no network.
+"""
+
+import torch
+
+from minillm.config import ModelConfig
+from minillm.model import Decoder
+
+
+def random_model(preset: str, device: torch.device) -> Decoder:
+    """A published model's shapes with random weights in bfloat16."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return Decoder(ModelConfig.preset(preset)).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def default_model(device: torch.device, prompts: list[str]) -> tuple[Decoder, list[list[int]]]:
+    """The model of the benchmarks, and the prompts as its token ids.
+
+    On a GPU, where the weights are random, the ids are the prompts' bytes.
+    """
+    if device.type == "cuda":
+        return random_model("smollm2-135m", device), [list(text.encode()) for text in prompts]
+    from minillm.weights import load  # here, so that a GPU's machine needs nothing that it imports
+
+    model, tokenizer = load(device=device)
+    return model, [tokenizer.encode(text) for text in prompts]
