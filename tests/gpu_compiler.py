@@ -23,9 +23,9 @@ CUOBJDUMP = triton.knobs.nvidia.cuobjdump.path
 # Bytes a block may use: CUDA C++ programming guide, compute capabilities.
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 # Bytes of a thread's registers that may go to the stack. They stay in the L1 cache, and are
-# touched once a tile; a tile of half the size would load its keys twice instead. This is a sixth
+# touched once a tile; a tile of half the size would load its keys twice instead. This is a fifth
 # of the 255 registers of 4 bytes that a thread has.
-SPILL_ALLOWED = 160
+SPILL_ALLOWED = 192
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
     torch.int32: "i32", torch.int64: "i64", torch.int8: "i8", torch.uint8: "u8",

@@ -169,7 +169,7 @@ def test_by_pointers_and_specialized(D):
         call.arguments["DESCRIPTORS"] = False
         by_pointers = fits(call, 90)
         assert "cp.async.bulk.tensor" not in by_pointers.ptx
-        assert by_engine.registers < by_pointers.registers
+        assert by_engine.registers <= by_pointers.registers
         assert by_pointers.buffers() >= 2 and not by_pointers.computed_twice()
     for config in flash_forward.candidates(D):
         binary = fits(with_config(launch("forward", BF16, D), config), 90)
