@@ -122,6 +122,11 @@ class DecodeGraphs:
     def __init__(self, model: Decoder, cache: PagedKVCache, max_seqs: int):
         if why_not := why_no_graphs(model, cache.backend):
             raise ValueError(why_not)
+        if (stored := cache.rows.layers[0][0].dtype) != model.dtype:
+            raise ValueError(
+                f"cuda_graphs needs a cache that the kernels read as it is, in {model.dtype}, and "
+                f"this one holds {stored}; leave it off."
+            )
         self._cache, self._rows = cache, DecodeRows(model, cache, max_seqs)
         self._sizes = graph_sizes(max_seqs)
         self.claim_padding()

@@ -22,7 +22,7 @@ from minillm import costs
 from minillm.bench.models import default_model, random_model
 from minillm.bench.peers import has, transformers_generate, transformers_twin
 from minillm.bench.recording import Recording, alternate, dtype_name
-from minillm.generate import generate
+from minillm.generate import WORTH_CAPTURING, generate
 from minillm.measure import read_bandwidth, seconds
 from minillm.model import Decoder
 
@@ -39,10 +39,16 @@ def bench(device: torch.device) -> Path:
     return recording.path
 
 
+def first_tokens(n: int, device: torch.device) -> int:
+    """New tokens of the shorter of two runs: on a GPU so many that both capture a graph."""
+    return max(n, WORTH_CAPTURING) if device.type == "cuda" else 1
+
+
 def decode_seconds(generate_n: Callable[[int], Any], n: int, device: torch.device) -> float:
-    """Seconds per decoded token: a run of n + 1 new tokens less a run of one, so less prefill."""
-    one = seconds(lambda: generate_n(1), device)
-    return (seconds(lambda: generate_n(n + 1), device) - one) / n
+    """Seconds per decoded token: a longer run less a shorter one, so less prefill and set-up."""
+    first = first_tokens(n, device)
+    before = seconds(lambda: generate_n(first), device)
+    return (seconds(lambda: generate_n(first + n), device) - before) / n
 
 
 def measure_decode(
@@ -56,7 +62,8 @@ def measure_decode(
 ) -> None:
     """One row: tokens per second of `generate`, of the bound, and against transformers."""
     device, dtype, name = model.device, dtype_name(model.dtype), model.config.name
-    moved = costs.decode_bytes(model.config, 1, len(prompt) + n // 2, dtype)
+    context = len(prompt) + first_tokens(n, device) + n // 2
+    moved = costs.decode_bytes(model.config, 1, context, dtype)
     fns = {"minillm": lambda: decode_seconds(lambda k: generate(model, prompt, k), n, device)}
     if peer and has("transformers", recording, "transformers"):
         twin = transformers_twin(model)

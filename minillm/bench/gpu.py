@@ -1,35 +1,56 @@
 """The first ten minutes on a GPU: `make gpu`, or `python -m minillm.bench gpu`.
 
-Eight parts, each in a process of its own with its own time limit, so that one that hangs or breaks
-the device costs its own minutes and no other's. Each writes `figures/data/gpu-PART.HARDWARE.json`
-row by row. No network, no checkpoint, and no package beyond torch and triton is needed: what is
-missing is a gap in the results. `--second` runs what takes longer: FlexAttention, transformers, the
-lessons. `--part NAME` runs one part here; `--tiny` takes sizes with which a CPU in Triton's
-interpreter goes through the same code.
+Nine parts, each in a process of its own with its own time limit, so that one that hangs or breaks
+the device costs its own minutes and no other's. Each records row by row, and when it ends, however
+it ends, that is collected into `figures/data/gpu-first.HARDWARE.json`. No network, no checkpoint,
+and no package beyond torch and triton is needed: what is missing is a gap in the results. The
+tests come last: while several processes share the GPU, nothing else can be timed.
+`--second` runs what takes longer: FlexAttention, transformers, the lessons. `--part NAME` runs one
+part here; `--tiny` takes sizes with which a CPU in Triton's interpreter goes through the same code.
 """
 
 import importlib
 import importlib.util
+import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from minillm.bench.recording import Recording
-from minillm.folders import project_folder
+from minillm.bench.recording import Recording, hardware_label
+from minillm.folders import cache_folder, project_folder
 from minillm.measure import matmul_peak, memory_speeds
 
-MINUTES = 9.8
+MINUTES = 9.3
 # Part: the seconds that it may take.
 FIRST = {
-    "ceilings": 60, "tests": 150, "forward": 120, "backward": 90, "decode-attention": 90,
-    "model": 120, "matrices": 60, "engine": 120,
+    "ceilings": 60, "model": 150, "engine": 120, "forward": 180, "decode-attention": 120,
+    "matrices": 120, "backward": 150, "specialized": 60, "tests": 300,
 }  # fmt: skip
 SECOND = {"flex": 180, "transformers": 240, "lessons": 300}
+PARTS = {
+    "ceilings": "minillm.bench.gpu:ceilings",
+    "model": "minillm.bench.gpu_model:model",
+    "engine": "minillm.bench.gpu_model:engine",
+    "forward": "minillm.bench.gpu_kernels:forward",
+    "decode-attention": "minillm.bench.gpu_kernels:decode_attention",
+    "matrices": "minillm.bench.gpu_kernels:matrices",
+    "backward": "minillm.bench.gpu_kernels:backward",
+    "specialized": "minillm.bench.gpu_kernels:specialized",
+    "tests": "minillm.bench.gpu:tests",
+    "flex": "minillm.bench.gpu_second:flex",
+    "transformers": "minillm.bench.gpu_second:transformers",
+    "lessons": "minillm.bench.gpu_second:lessons",
+}
 
 Part = Callable[[Recording, bool], None]
 
@@ -37,56 +58,67 @@ Part = Callable[[Recording, bool], None]
 def bench(
     device: torch.device, folder: Path, *, second: bool = False, tiny: bool = False
 ) -> list[Path]:
-    """Run the parts one after the other while there is time; returns the files in `folder`."""
+    """Run the parts one after the other while there is time; returns the file written."""
     ends = time.monotonic() + 60 * MINUTES
-    for name, limit in (SECOND if second else FIRST).items():
-        left = ends - time.monotonic()
-        if left < 20:
-            print(f"{name}: not begun, the {MINUTES} minutes are over")
-            continue
-        command = [sys.executable, "-m", "minillm.bench", "gpu", "--part", name]
-        command += ["--device", str(device), "--out", str(folder), *(["--tiny"] if tiny else [])]
-        start = time.monotonic()
+    path = folder / f"gpu-{'second' if second else 'first'}.{hardware_label(device)}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    collected: dict[str, Any] = {"parts": {}}
+    with tempfile.TemporaryDirectory() as parts:
+        for name, limit in (SECOND if second else FIRST).items():
+            start = time.monotonic()
+            if ends - start < 20:
+                ended = f"not begun, the {MINUTES} minutes are over"
+            else:
+                command = [sys.executable, "-m", "minillm.bench", "gpu", "--part", name]
+                command += ["--device", str(device), "--out", parts]
+                command += ["--tiny"] if tiny else []
+                code = run_for(command, min(limit, ends - start))
+                ended = "done" if code == 0 else f"failed with exit code {code}"
+                if code is None:
+                    ended = "stopped at its limit; what it had measured is recorded"
+            ended += f", {time.monotonic() - start:.0f} s"
+            print(f"{name}: {ended}", flush=True)
+            collected["parts"][name] = {"ended": ended}
+            for file in Path(parts).glob(f"gpu-{name}.*.json"):
+                with suppress(json.JSONDecodeError):  # stopped in the middle of writing
+                    collected["parts"][name] |= json.loads(file.read_text())
+            path.write_text(json.dumps(collected, indent=1) + "\n")
+    return [path]
+
+
+def run_for(command: list[str], limit: float, **options: Any) -> int | None:
+    """The exit code of a command; None if it took longer and was ended with all its children."""
+    with subprocess.Popen(command, start_new_session=True, **options) as process:
         try:
-            code = subprocess.run(command, timeout=min(limit, left), check=False).returncode
-            ended = "done" if code == 0 else f"failed with exit code {code}"
+            return process.wait(limit)
         except subprocess.TimeoutExpired:
-            ended = "stopped at its limit; what it had measured is recorded"
-        print(f"{name}: {ended}, {time.monotonic() - start:.0f} s", flush=True)
-    return sorted(folder.glob("gpu-*.json"))
+            return None
+        finally:  # also when this process is interrupted
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def run_part(name: str, device: torch.device, folder: Path, tiny: bool) -> Path:
     """One part, in this process; returns its file. ValueError for an unknown name."""
-    if name not in FIRST | SECOND:
-        raise ValueError(f"There is no part {name!r}; choose from {', '.join(FIRST | SECOND)}.")
+    if name not in PARTS:
+        raise ValueError(f"There is no part {name!r}; choose from {', '.join(PARTS)}.")
     recording = Recording(f"gpu-{name}", device, {"tiny": tiny}, folder)
     module, _, function = PARTS[name].partition(":")
     part: Part = getattr(importlib.import_module(module), function)
     torch.manual_seed(0)
-    with torch.inference_mode():
+    with torch.no_grad():
         part(recording, tiny)
     return recording.path
 
 
-PARTS = {
-    "ceilings": "minillm.bench.gpu:ceilings",
-    "tests": "minillm.bench.gpu:tests",
-    "forward": "minillm.bench.gpu_kernels:forward",
-    "backward": "minillm.bench.gpu_kernels:backward",
-    "decode-attention": "minillm.bench.gpu_kernels:decode_attention",
-    "model": "minillm.bench.gpu_model:model",
-    "matrices": "minillm.bench.gpu_kernels:matrices",
-    "engine": "minillm.bench.gpu_model:engine",
-    "flex": "minillm.bench.gpu_second:flex",
-    "transformers": "minillm.bench.gpu_second:transformers",
-    "lessons": "minillm.bench.gpu_second:lessons",
-}
+def report(recording: Recording, what: str, value: float, unit: str, **more: Any) -> None:
+    """Print a result and record it.
 
-
-def report(recording: Recording, what: str, value: float, unit: str, **more: object) -> None:
-    """Print a result and record it."""
+    More than 100% of a bound stays in the file, marked as such: these parts try bounds as well.
+    """
     share = f", {more['of_bound']:.1%} of the bound" if "of_bound" in more else ""
+    if more.get("of_bound", 0) > 1:
+        more["over_bound"] = more.pop("of_bound")
     print(f"  {what}: {value:,.4g} {unit}{share}", flush=True)
     recording.add({"what": what, "value": value, "unit": unit} | more, {})
 
@@ -107,19 +139,45 @@ def ceilings(recording: Recording, tiny: bool) -> None:
         report(recording, "product of 8192³", matmul_peak(device, dtype) / 1e12, "TFLOP/s")
 
 
+# Where the tests marked `gpu` are; others would import what a GPU's machine need not have.
+_TESTS = ("test_gpu.py", "test_paged_attention.py", "test_engine.py")
+_NEED_CHECKPOINT = "default_checkpoint or auto_is_bfloat16"
+
+
 def tests(recording: Recording, tiny: bool) -> None:
-    """The tests marked `gpu`, several at a time: most of the time is compilation."""
-    if importlib.util.find_spec("pytest") is None:
-        recording.gap("tests", "pytest is not installed")
-        recording.add(None, {})
+    """The tests marked `gpu`, many at a time: most of the time is compilation.
+
+    The specialized kernels have a run of their own, since no such kernel has run before.
+    """
+    if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("xdist") is None:
+        recording.gap("tests", "pytest or pytest-xdist is not installed")
         return
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-q", "--no-header", "-rf"]
-    if importlib.util.find_spec("xdist") is not None:
-        command += ["-n", "2" if tiny else "8"]
-    where = "tests/test_gpu.py" if tiny else "tests"
-    done = subprocess.run(
-        [*command, where], cwd=project_folder(), capture_output=True, text=True, check=False
-    )
-    print(done.stdout[-3000:])
-    failed = re.findall(r"^FAILED (\S+)", done.stdout, re.M)
-    report(recording, "tests that failed", len(failed), "", failed=failed, exit=done.returncode)
+    skipped = "specialized"
+    if not any(cache_folder().glob("*.gguf")):
+        recording.gap("tests of the default checkpoint", f"there is none in {cache_folder()}")
+        skipped += f" or {_NEED_CHECKPOINT}"
+    names = [str(project_folder() / "tests" / name) for name in _TESTS[: 1 if tiny else None]]
+    workers = "2" if tiny else str(max(2, (os.cpu_count() or 4) - 2))
+    for label, chosen, limit in (
+        ("tests", f"not ({skipped})", FIRST["tests"] - 70),
+        ("tests of specialized kernels", "specialized", 50),
+    ):
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-k", chosen, "-vv", "-n", workers]
+        command += ["-p", "no:cacheprovider", *names]
+        with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryFile("w+") as log:
+            # What is tuned while others use the GPU must not be kept.
+            environment = os.environ | {"TRITON_CACHE_DIR": cache}
+            code = run_for(
+                command, limit, cwd=project_folder(), env=environment, stdout=log, stderr=log
+            )
+            log.seek(0)
+            lines = log.read()
+        ended = re.findall(r"(PASSED|FAILED|ERROR|SKIPPED) (\S+::.*)", lines)
+        counts = {
+            kind.lower(): len({test for k, test in ended if k == kind})
+            for kind in ("PASSED", "FAILED", "ERROR", "SKIPPED")
+        }
+        bad = sorted({test for kind, test in ended if kind in ("FAILED", "ERROR")})
+        print(lines[-3000:] if bad or not ended else "", flush=True)
+        stopped = code is None
+        report(recording, label, counts["passed"], "passed", **counts, bad=bad, stopped=stopped)

@@ -59,30 +59,46 @@ def forward(recording: Recording, tiny: bool) -> None:
 
     device, dtype = recording.device, _dtype(recording.device)
     peak, _ = _bounds(recording, tiny)
-    for D in (64, 128):
+    for D in (128, 64):
         q, k, v = torch.randn(3, 1, 64 if tiny else 1024, 2, D, device=device, dtype=dtype)
         exact = attention(*(x.double() for x in (q, k, v)), backend="reference")
         for name, backend in (("ours", "triton"), ("PyTorch's", "sdpa")):
             error = (attention(q, k, v, backend=backend).double() - exact).abs().max()
             report(recording, f"largest error, D {D}, {name}", float(error), "")
-        for N in (64,) if tiny else (4096, 16384):
+    for D, N, q, k, v, flops in _prompts(recording, tiny):
+        run = partial(kernel.flash_forward, q, k, v, True, D**-0.5)
+        calls: dict[str, Callable[[], Any]] = {}
+        for config in kernel.configs(D, dtype):
+            calls[_config_name(config)] = partial(run, config)
+            calls[_config_name(config) + ", pointers"] = partial(run, config, False)
+        if device.type == "cuda":
+            peers = attention_peers(device)
+            for peer in ("flash", "cudnn"):
+                calls[peer] = partial(peers[peer], q, k, v, True)
+        _time(recording, iter(calls.items()), f"forward, D {D}, N {N}", flops, peak, "TFLOP/s")
+
+
+def specialized(recording: Recording, tiny: bool) -> None:
+    """The candidates: none of them has run anywhere, so they come late and alone."""
+    from minillm.kernels import flash_forward as kernel
+
+    peak, _ = _bounds(recording, tiny)
+    for D, N, q, k, v, flops in _prompts(recording, tiny):
+        run = partial(kernel.flash_forward, q, k, v, True, D**-0.5)
+        calls = ((_config_name(c), partial(run, c)) for c in kernel.candidates(D))
+        _time(recording, calls, f"forward, D {D}, N {N}", flops, peak, "TFLOP/s")
+
+
+def _prompts(
+    recording: Recording, tiny: bool
+) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor, float]]:
+    """D, N, q, k, v and the FLOPs of causal attention: the largest case first."""
+    device, dtype = recording.device, _dtype(recording.device)
+    for D in (128, 64):
+        for N in (64,) if tiny else (16384, 4096):
             B, H = (1, 1) if tiny else (16384 // N, 2048 // D)
             q, k, v = torch.randn(3, B, N, H, D, device=device, dtype=dtype)
-            run = partial(kernel.flash_forward, q, k, v, True, D**-0.5)
-            calls: dict[str, Callable[[], Any]] = {}
-            for config in kernel.configs(D, dtype):
-                calls[_config_name(config)] = partial(run, config)
-                calls[_config_name(config) + ", pointers"] = partial(run, config, False)
-            if device.type == "cuda":
-                peers = attention_peers(device)
-                for peer in ("flash", "cudnn"):
-                    calls[peer] = partial(peers[peer], q, k, v, True)
-            # Last, since no specialized kernel has run before.
-            for config in kernel.candidates(D)[: 1 if tiny else None]:
-                calls[_config_name(config)] = partial(run, config)
-            flops = 4 * B * H * N**2 * D / 2
-            label = f"forward, D {D}, N {N}"
-            _time(recording, iter(calls.items()), label, flops, peak, "TFLOP/s")
+            yield D, N, q, k, v, 4 * B * H * N**2 * D / 2
 
 
 # What was the default before, for comparison: two groups of warps on one tile.
@@ -96,26 +112,23 @@ def backward(recording: Recording, tiny: bool) -> None:
     from minillm.kernels import flash_backward as kernel
     from minillm.kernels.flash_forward import flash_forward
 
-    device, dtype = recording.device, _dtype(recording.device)
+    dtype = _dtype(recording.device)
     peak, _ = _bounds(recording, tiny)
     kinds = {"dkv": (kernel.grad_kv, kernel.configs_dkv), "dq": (kernel.grad_q, kernel.configs_dq)}
-    for D in (64, 128):
-        for N in (64,) if tiny else (4096, 16384):
-            B, H = (1, 1) if tiny else (16384 // N, 2048 // D)
-            q, k, v, grad = torch.randn(4, B, N, H, D, device=device, dtype=dtype)
-            scale = D**-0.5
-            out, lse = flash_forward(q, k, v, True, scale)
-            delta = kernel.row_sums(grad, out, lse)
-            for kind, (run, choose) in kinds.items():
-                configs = choose(D, dtype)
-                if (kind, D) in _BEFORE and not tiny:
-                    t, s, warps, stages = _BEFORE[kind, D]
-                    configs.append(triton.Config({"BLOCK_T": t, "BLOCK_S": s}, warps, stages))
-                call = partial(run, grad, q, k, v, lse, delta, True, scale)
-                calls = ((_config_name(config), partial(call, config)) for config in configs)
-                # Products with scores in them: 4 for dK and dV, 3 for dQ, half of each is masked.
-                flops = (8 if kind == "dkv" else 6) * B * H * N**2 * D / 2
-                _time(recording, calls, f"{kind}, D {D}, N {N}", flops, peak, "TFLOP/s")
+    for D, N, q, k, v, flops in _prompts(recording, tiny):
+        scale, grad = D**-0.5, torch.randn_like(q)
+        out, lse = flash_forward(q, k, v, True, scale)
+        delta = kernel.row_sums(grad, out, lse)
+        for kind, (run, choose) in kinds.items():
+            configs = choose(D, dtype)
+            if (kind, D) in _BEFORE and not tiny:
+                t, s, warps, stages = _BEFORE[kind, D]
+                configs.append(triton.Config({"BLOCK_T": t, "BLOCK_S": s}, warps, stages))
+            call = partial(run, grad, q, k, v, lse, delta, True, scale)
+            calls = ((_config_name(config), partial(call, config)) for config in configs)
+            # The forward pass has 2 products; dK and dV take 4, dQ takes 3.
+            work = flops * (2 if kind == "dkv" else 1.5)
+            _time(recording, calls, f"{kind}, D {D}, N {N}", work, peak, "TFLOP/s")
 
 
 def decode_attention(recording: Recording, tiny: bool) -> None:
@@ -135,15 +148,17 @@ def decode_attention(recording: Recording, tiny: bool) -> None:
             n_bytes = 2 * B * S * K * D * 2
             if n_bytes > 40e9:
                 continue
-            n_caches = 1 if tiny else max(1, int(3e8 / n_bytes))  # more than the L2 cache holds
+            n_caches = 1 if tiny else max(1, int(1e9 / n_bytes))  # far more than the L2 cache holds
             q = torch.randn(B, 1, H, D, device=device, dtype=dtype)
             caches = torch.randn(n_caches, 2, B, S, K, D, device=device, dtype=dtype)
             label = f"decode, {S} keys, batch {B}"
             processors = 2
             if device.type == "cuda":
                 processors = torch.cuda.get_device_properties(device).multi_processor_count
-            for each in (2,) if tiny else (1, 2, 3, 4):
-                n_parts = max(1, min(each * processors // (B * K), 128, S // 64))
+            choices = {}  # different numbers of programs may make the same number of parts
+            for each in (4, 3, 2, 1):
+                choices[max(1, min(each * processors // (B * K), 128, S // 64))] = each
+            for n_parts, each in list(choices.items())[: 1 if tiny else None]:
                 attend = partial(kernel.flash_decode, causal=True, scale=D**-0.5, n_parts=n_parts)
                 all_caches = partial(_each, [partial(attend, q, k, v) for k, v in caches])
                 calls = iter([(f"{each} programs a processor", all_caches)])
@@ -174,34 +189,32 @@ def matrices(recording: Recording, tiny: bool) -> None:
         "down": (4096, 14336), "head": (128256, 4096),
     }  # fmt: skip
     for name, (N, K) in {"tiny": (70, 128)}.items() if tiny else shapes.items():
-        n_copies = 1 if tiny else max(1, int(6e8 / (N * K)))  # 4 bits fill the L2 cache, too
-        weights = [torch.randn(N, K, device=device, dtype=dtype) for _ in range(n_copies)]
-        bytes_ = [torch.randint(-127, 127, (N, K), device=device, dtype=torch.int8)
-                  for _ in range(n_copies)]  # fmt: skip
-        pairs = [w.view(torch.uint8)[:, : K // 2].contiguous() for w in bytes_]
-        scale = torch.rand(N, device=device)
-        groups = torch.rand(2, N, K // 32, device=device).to(dtype)
-        for M in (3,) if tiny else (1, 2, 4, 8, 16, 32, 64):
+        n_copies = 1 if tiny else max(1, int(1e9 / (N * K)))  # far more than the L2 cache holds
+        forms = _stored_forms(n_copies, N, K, dtype, device)
+        for M in (3,) if tiny else (1, 4, 16, 64):
             x = torch.randn(M, K, device=device, dtype=dtype)
-            forms: dict[str, tuple[Callable[[Tensor], Tensor], list[Tensor]]] = {
-                "PyTorch, 16 bits": (partial(F.linear, x), weights),
-                "16 bits": (partial(few_rows_linear, x), weights),
-                "8 bits": (partial(_quantized, x, (scale,)), bytes_),
-                "4 bits": (partial(_quantized, x, tuple(groups)), pairs),
-            }
-            for form, (product, stored) in forms.items():
-                work = sum(w.nbytes for w in stored)
-                calls = iter([(form, partial(_each, [partial(product, w) for w in stored]))])
+            for form, copies in forms.items():
+                product = F.linear if form.startswith("PyTorch") else few_rows_linear
+                work = sum(t.nbytes for copy in copies for t in copy)
+                calls = iter([(form, partial(_each, [partial(product, x, *c) for c in copies]))])
                 label = f"{name} ({N} × {K}), {M} rows"
                 _time(recording, calls, label, work, bandwidth, "GB/s", as_graph=True, scale=1e9)
+
+
+def _stored_forms(
+    n: int, N: int, K: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, list[tuple[Tensor, ...]]]:
+    """n matrices in each form, with scales of their own."""
+    plain, bytes_, pairs = [], [], []
+    for _ in range(n):
+        plain.append((torch.randn(N, K, device=device, dtype=dtype),))
+        q = torch.randint(-127, 127, (N, K), device=device, dtype=torch.int8)
+        bytes_.append((q, torch.rand(N, device=device)))
+        scale, minimum = torch.rand(2, N, K // 32, device=device).to(dtype)
+        pairs.append((q.view(torch.uint8)[:, : K // 2].contiguous(), scale, minimum))
+    return {"PyTorch, 16 bits": plain, "16 bits": plain, "8 bits": bytes_, "4 bits": pairs}
 
 
 def _each(calls: list[Callable[[], Any]]) -> None:
     for call in calls:
         call()
-
-
-def _quantized(x: Tensor, scales: tuple[Tensor, ...], weight: Tensor) -> Tensor:
-    from minillm.kernels.few_rows import few_rows_linear
-
-    return few_rows_linear(x, weight, *scales)

@@ -1,7 +1,6 @@
 """The second call of `minillm.bench.gpu`: peers and lessons, which take long to start."""
 
 import importlib.util
-import math
 import subprocess
 import sys
 from functools import partial
@@ -14,18 +13,13 @@ from minillm.bench.gpu import report
 from minillm.bench.gpu_kernels import _time
 from minillm.bench.gpu_model import _model
 from minillm.bench.models import random_model
-from minillm.bench.peers import (
-    has,
-    transformers_continuous,
-    transformers_generate,
-    transformers_twin,
-)
+from minillm.bench.peers import has, transformers_generate, transformers_twin
 from minillm.bench.recording import Recording, alternate
-from minillm.engine import Engine, EngineConfig
+from minillm.bench.serve_gpu import measure_many
+from minillm.engine import EngineConfig
 from minillm.folders import project_folder
 from minillm.generate import generate
 from minillm.measure import matmul_peak, seconds
-from minillm.workload import azure_load, serve
 
 
 def flex(recording: Recording, tiny: bool) -> None:
@@ -33,7 +27,6 @@ def flex(recording: Recording, tiny: bool) -> None:
     device = recording.device
     if device.type != "cuda":
         recording.gap("FlexAttention", "compiled for CUDA devices only")
-        recording.add(None, {})
         return
     peers, peak = attention_peers(device), matmul_peak(device, torch.bfloat16)
     for D, N in ((64, 4096), (128, 4096), (128, 16384)):
@@ -49,7 +42,6 @@ def transformers(recording: Recording, tiny: bool) -> None:
     """One user and many, against transformers' generate and its continuous batching."""
     device = recording.device
     if not has("transformers", recording, "transformers"):
-        recording.add(None, {})
         return
     presets = [None] if tiny else ["smollm2-135m", "llama-3-8b"]
     n, repeats = (3, 1) if tiny else (64, 3)
@@ -63,26 +55,13 @@ def transformers(recording: Recording, tiny: bool) -> None:
         fns = {name: partial(seconds, call, device) for name, call in calls.items()}
         took = {name: median(times) for name, times in alternate(fns, repeats).items()}
         ratio = {"transformers": took["transformers"] / took["minillm"]}
-        what = f"{n} tokens of one user, {model.config.name}"
+        what = f"{n} tokens of one user, with all that comes before, {model.config.name}"
         report(recording, what, n / took["minillm"], "tokens/s", against=ratio)
     if device.type != "cuda":
         recording.gap("continuous batching", "transformers' needs a CUDA device")
-        recording.add(None, {})
         return
-    requests = azure_load(math.inf, 256, model.config.vocab_size, scale=0.25)
     config = EngineConfig(n_blocks=8192, max_seqs=256, max_batch_tokens=2048, cuda_graphs=True)
-    engine = Engine(model, config)
-    n_tokens = sum(request.max_new_tokens for request in requests)
-
-    def ours() -> None:
-        engine.forget_prefixes()
-        serve(engine, requests)
-
-    took = median(seconds(ours, device) for _ in range(repeats))
-    report(recording, "256 requests", n_tokens / took, "tokens/s")
-    with transformers_continuous(twin) as theirs:
-        took = median(seconds(partial(theirs, requests), device) for _ in range(repeats))
-    report(recording, "256 requests, transformers", n_tokens / took, "tokens/s")
+    measure_many(recording, model, config, 256, repeats=repeats)
 
 
 def lessons(recording: Recording, tiny: bool) -> None:
@@ -90,7 +69,6 @@ def lessons(recording: Recording, tiny: bool) -> None:
     root = project_folder()
     if importlib.util.find_spec("nbconvert") is None:
         recording.gap("lessons", "nbconvert is not installed")
-        recording.add(None, {})
         return
     command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute"]
     command += ["--output-dir", str(root / "build" / "lessons-on-a-gpu")]

@@ -52,7 +52,7 @@ def transformers_twin(model: Decoder) -> "LlamaForCausalLM":
         tie_word_embeddings=c.tie_embeddings,
     )
     with torch.device(model.device):
-        twin = LlamaForCausalLM(config).to(model.dtype).eval()
+        twin = LlamaForCausalLM(config).to(model.dtype).eval().requires_grad_(False)
     theirs, ours = dict(twin.named_parameters()), dict(model.named_parameters())
     with torch.no_grad():
         for name, parts in parameter_sources(c).items():
@@ -83,7 +83,10 @@ def transformers_static_batch(
 
 @contextmanager
 def transformers_continuous(twin: "LlamaForCausalLM") -> Iterator[Callable[[Sequence[Load]], None]]:
-    """A function that sends requests through transformers' continuous batching, set up before."""
+    """A function that sends requests through transformers' continuous batching, set up before.
+
+    Not to be used in inference mode: its thread writes into tensors that are made here.
+    """
     from transformers import GenerationConfig
 
     config = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -94,12 +97,16 @@ def transformers_continuous(twin: "LlamaForCausalLM") -> Iterator[Callable[[Sequ
         def serve(requests: Sequence[Load]) -> None:
             for request in requests:
                 manager.add_request(list(request.prompt_ids), max_new_tokens=request.max_new_tokens)
-            finished = 0
-            while finished < len(requests):
+            tokens: list[int] = []
+            while len(tokens) < len(requests):
                 result = manager.get_result(timeout=1)
                 if result is None and not manager.is_running():
                     raise RuntimeError("transformers stopped before all requests were done.")
-                finished += result is not None and result.is_finished()
+                if result is not None and result.is_finished():
+                    if result.error:
+                        raise RuntimeError(f"transformers failed a request: {result.error}")
+                    tokens.append(len(result.generated_tokens))
+            assert sorted(tokens) == sorted(request.max_new_tokens for request in requests)
 
         yield serve
 

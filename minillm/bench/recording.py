@@ -65,8 +65,10 @@ class Recording:
 
     def gap(self, peer: str, reason: str) -> None:
         """Note that the peer cannot be measured; every row from now on says so."""
-        print(f"  {peer}: {reason}")
+        print(f"  {peer}: {reason}", flush=True)
         self._gaps[peer] = reason
+        self.document["gaps"] = dict(self._gaps)
+        self._write()
 
     def add(self, row: dict[str, Any] | None, repeats: Repeats) -> None:
         """Add a part: the row that the README shows, if any, and the raw numbers behind it.
@@ -82,6 +84,9 @@ class Recording:
         if row is not None:
             self.document["rows"].append(row | ({"gaps": dict(self._gaps)} if self._gaps else {}))
         self.document["repeats"] |= repeats
+        self._write()
+
+    def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.document, indent=1) + "\n")
 

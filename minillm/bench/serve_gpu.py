@@ -5,8 +5,10 @@ transformers' continuous batching; paged against contiguous attention at the sam
 """
 
 import math
+import random
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from statistics import median
 
@@ -22,7 +24,7 @@ from minillm.engine import Engine, EngineConfig
 from minillm.measure import read_bandwidth, seconds
 from minillm.model import Decoder
 from minillm.ragged import RaggedLayout
-from minillm.workload import azure_load, serve
+from minillm.workload import Load, azure_load, serve
 
 
 def measure_large(recording: Recording) -> None:
@@ -68,19 +70,27 @@ def measure_many(
     repeats: int = 5,
 ) -> None:
     """One row: output tokens per second, all requests sent at once."""
-    requests = azure_load(math.inf, n_requests, model.config.vocab_size, scale=scale)
-    tokens, engine = sum(request.max_new_tokens for request in requests), Engine(model, config)
+    engine, vocab = Engine(model, config), model.config.vocab_size
+    generator = random.Random(0)
+    lengths = azure_load(math.inf, n_requests, vocab, scale=scale)
+    tokens = sum(request.max_new_tokens for request in lengths)
+
+    def fresh() -> list[Load]:
+        """The same lengths with prompts that are in nobody's prefix cache."""
+        return [
+            replace(load, prompt_ids=[generator.randrange(vocab) for _ in load.prompt_ids])
+            for load in lengths
+        ]
 
     def ours() -> None:
-        engine.forget_prefixes()
-        serve(engine, requests)
+        serve(engine, fresh())
 
     fns = {"minillm": partial(seconds, ours, model.device)}
     peer = "transformers' continuous batching"
     with ExitStack() as stack:  # both engines are made, and their graphs captured, before
         if model.device.type == "cuda" and has("transformers", recording, peer):
             theirs = stack.enter_context(transformers_continuous(transformers_twin(model)))
-            fns[peer] = partial(seconds, partial(theirs, requests), model.device)
+            fns[peer] = partial(seconds, lambda: theirs(fresh()), model.device)
         times = alternate(fns, repeats)
     took = {name: median(values) for name, values in times.items()}
     ours_took = took.pop("minillm")
