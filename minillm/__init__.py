@@ -20,6 +20,8 @@ _HOME = {  # public name -> the module that defines it
     "Sampling": "sampling",
     "generate": "generate",
     "prepack": "prepack",
+    "quantize": "quantize",
+    "model_bytes": "quantize",
     "BlockAllocator": "blocks",
     "OutOfBlocks": "blocks",
     "PagedKVCache": "paged",
@@ -35,6 +37,7 @@ _MODULES = (
     "flash",
     "fragmentation",
     "gqa",
+    "grid",
     "hardware",
     "kv_cache",
     "measure",
@@ -60,7 +63,8 @@ __all__ = [*_HOME, *_MODULES]
 class _Package(ModuleType):
     """The package, whose functions keep their names.
 
-    `attention`, `generate`, `prepack` and `card` are functions in modules of the same name.
+    `attention`, `generate`, `prepack`, `quantize` and `card` are functions in modules of the same
+    name.
     Importing a module binds it to its name in the package; here that name stays the function's.
     """
 

@@ -36,7 +36,9 @@ def _parser() -> argparse.ArgumentParser:
         "SmolLM2-135M-Instruct",
     )  # fmt: skip
     model.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    model.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
+    model.add_argument(
+        "--dtype", default="auto", help="auto, float32, float16, bfloat16, int8, int4"
+    )
     model.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     model.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     model.add_argument("--top-k", type=int, metavar="K")
@@ -149,8 +151,8 @@ def _load(options: argparse.Namespace) -> "tuple[Decoder, Tokenizer]":
 
 
 def _generate(options: argparse.Namespace) -> None:
-    from minillm import costs
     from minillm.measure import read_bandwidth
+    from minillm.quantize import decode_bytes, stored_as
 
     model, tokenizer = _load(options)
     ids = tokenizer.encode(options.prompt)
@@ -164,11 +166,12 @@ def _generate(options: argparse.Namespace) -> None:
         print()
         return
     each = (times[-1] - times[0]) / (len(new) - 1)
-    moved = costs.decode_bytes(model.config, 1, len(ids) + len(new) // 2, model.dtype)
+    moved = decode_bytes(model, len(ids) + len(new) // 2)
     speed, bound = moved / each, read_bandwidth(model.device, model.dtype)
     print(f", then {each * 1e3:.1f} ms per token ({1 / each:.1f} tokens/s)")
     print(
-        f"each token reads {moved / 1e6:.0f} MB: {speed / 1e9:.1f} of {bound / 1e9:.1f} GB/s "
+        f"{stored_as(model)}: each token reads {moved / 1e6:.0f} MB: "
+        f"{speed / 1e9:.1f} of {bound / 1e9:.1f} GB/s "
         f"({speed / bound:.0%})"
     )
 

@@ -129,11 +129,12 @@ class Decoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embed.weight.dtype
+        """Of the activations, and of the numbers that are not stored in fewer bits."""
+        return self.norm.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.embed.weight.device
+        return self.norm.device
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ ORDER = (
     *TORCH_FREE, "measure", "devices", "chat_template", "tokenizer", "kernels", "kernels.tiles",
     "kernels.flash_forward", "kernels.flash_backward", "kernels.flash_decode",
     "kernels.paged_attention", "kernels.fused", "kernels.few_rows", "flash", "attention", "cache",
-    "per_token", "model", "kv_cache", "weights.files", "weights.build",
+    "per_token", "model", "kv_cache", "grid", "quantize", "weights.files", "weights.build",
     "weights.safetensors_folder", "weights.gguf_header", "weights.gguf_checkpoint",
     "weights.tokenizer_files", "weights.default", "weights", "training", "gqa", "prepack",
     "sampling", "ragged", "paged", "cuda_graphs", "generate", "steps", "engine", "workload",

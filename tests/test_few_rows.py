@@ -11,6 +11,7 @@ if not HAS_TRITON:
     pytest.skip("needs the package triton, which exists for Linux", allow_module_level=True)
 from gpu_compiler import SHARED_LIMIT, compile_for, recorded, specialization
 
+from minillm.grid import pack
 from minillm.kernels import few_rows
 from minillm.kernels.few_rows import few_rows_linear
 
@@ -31,12 +32,11 @@ def matrix(form: str, N: int, K: int, dtype: torch.dtype) -> tuple[tuple[Tensor,
         return (q, scale), q.double() * scale.double()[:, None]
     group = int(form.split()[-1])
     q = torch.randint(0, 16, (N, K), dtype=torch.uint8)
-    scale, minimum = torch.rand(2, N, K // group).to(dtype) + 0.1
-    minimum = -8 * minimum
-    exact = q.double().unflatten(1, (-1, group)) * scale.double()[..., None]
-    exact = (exact + minimum.double()[..., None]).flatten(1)
-    packed = (q[:, ::2] | q[:, 1::2] << 4).contiguous()
-    return (packed, scale.contiguous(), minimum.contiguous()), exact
+    scale = (torch.rand(N, K // group) + 0.1).to(dtype)
+    zero = torch.randn(N, K // group).to(dtype)
+    exact = (q.double().unflatten(1, (-1, group)) - 8) * scale.double()[..., None]
+    exact = (exact + zero.double()[..., None]).flatten(1)
+    return (pack(q), scale, zero), exact
 
 
 @interpret

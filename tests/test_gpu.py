@@ -23,6 +23,7 @@ from torch import Tensor
 import minillm
 from minillm import KVCache, Sampling, generate, per_token
 from minillm.attention import BACKENDS, attention
+from minillm.grid import pack
 
 pytest.importorskip("triton", reason="needs the package triton, which exists for Linux")
 from kernel_cases import DIMS, FEWER_KEYS, MORE_KEYS, SAME, cases, check_far, grid
@@ -258,12 +259,11 @@ def test_few_rows(N, K, M, dtype):
     plain = (x.float() @ w.float().T).to(dtype)
     at_most_twice("8 bits", few_rows_linear(x, q, scale), plain, x.double() @ w.T)
     q = torch.randint(0, 16, (N, K), device=DEVICE, dtype=torch.uint8)
-    scale, minimum = torch.rand(2, N, K // 32, device=DEVICE).to(dtype)
-    w = q.double().unflatten(1, (-1, 32)) * scale.double()[..., None]
-    w = (w + minimum.double()[..., None]).flatten(1)
-    packed = (q[:, ::2] | q[:, 1::2] << 4).contiguous()
+    scale, zero = torch.rand(2, N, K // 32, device=DEVICE).to(dtype)
+    w = (q.double().unflatten(1, (-1, 32)) - 8) * scale.double()[..., None]
+    w = (w + zero.double()[..., None]).flatten(1)
     plain = (x.float() @ w.float().T).to(dtype)
-    mine = few_rows_linear(x, packed, scale, minimum)
+    mine = few_rows_linear(x, pack(q), scale, zero)
     at_most_twice("4 bits", mine, plain, x.double() @ w.T)
 
 

@@ -40,6 +40,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import minillm
 from minillm import Decoder, KVCache, Tokenizer, costs
 from minillm.folders import cache_folder
+from minillm.quantize import QuantizedLinear, quantize
 from minillm.weights import default as fetching
 from minillm.weights import fetch_default, load, parameter_sources, read_gguf
 
@@ -312,6 +313,54 @@ def test_gguf_files(tmp_path: Path, config: Any, kind: str) -> None:
     assert tokenizer.encode("th<|end|>") == [257, 0]
     assert tokenizer.stop_ids == (0,)
     assert tokenizer.chat([{"role": "user", "content": "th"}]) == [257, 0]
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize(
+    "config", [small(attention_bias=True, tie_word_embeddings=True), small(Qwen2Config)], ids=str
+)
+def test_a_files_own_four_bits(tmp_path: Path, config: Any, kind: str) -> None:
+    """Nothing but the scales' rounding to bfloat16 stands between the file and the matrices."""
+    path = write_gguf(tmp_path / "small.gguf", random_model(config), kind)
+    exact, _ = load(path, device="cpu", dtype="float32")
+    ours, _ = load(path, device="cpu", dtype="int4")
+    own = kind.startswith("Q4")
+    for name, module in ours.named_modules():
+        if isinstance(module, QuantizedLinear):
+            wanted = exact.get_submodule(name).weight
+            error = (module.dequantized() - wanted).abs().max() / wanted.abs().max()
+            # A second rounding to 4 bits would be a tenth of a step at least: 0.03.
+            assert error < (0.01 if own or name == "head" else 0.1), name
+            bias = exact.get_submodule(name).bias
+            assert (bias is None) == (module.bias is None)
+    ids = torch.arange(12)[None] % 7
+    with torch.inference_mode():
+        mine, theirs = ours(ids).float(), exact(ids)
+    assert (mine - theirs).abs().max() < (0.05 if own else 0.3) * theirs.abs().max()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_folders_are_quantized_while_they_are_loaded(tmp_path: Path, dtype: str) -> None:
+    """To what `quantize` makes of the loaded model."""
+    random_model(small()).save_pretrained(tmp_path)
+    ours, _ = load(tmp_path, device="cpu", dtype=dtype)
+    expected = quantize(load(tmp_path, device="cpu", dtype="float32")[0], dtype)
+    found = ours.state_dict()
+    assert found.keys() == expected.state_dict().keys()
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_own_bits_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "small.gguf", random_model(small()), "Q4_1")
+    _, tensors = read_gguf(path)
+    data = bytearray(path.read_bytes())
+    data[(at := tensors["blk.0.ffn_down.weight"].offset) : at + 2] = b"\x00\x7c"  # infinity
+    path.write_bytes(data)
+    with pytest.raises(
+        ValueError, match=r"mlp\.down_proj\.weight holds numbers that are not finite"
+    ):
+        load(path, device="cpu", dtype="int4")
 
 
 def test_gguf_files_with_llama3_scaling(tmp_path: Path) -> None:

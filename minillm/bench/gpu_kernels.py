@@ -210,8 +210,8 @@ def _stored_forms(
         plain.append((torch.randn(N, K, device=device, dtype=dtype),))
         q = torch.randint(-127, 127, (N, K), device=device, dtype=torch.int8)
         bytes_.append((q, torch.rand(N, device=device)))
-        scale, minimum = torch.rand(2, N, K // 32, device=device).to(dtype)
-        pairs.append((q.view(torch.uint8)[:, : K // 2].contiguous(), scale, minimum))
+        scale, zero = torch.rand(2, N, K // 32, device=device).to(dtype)
+        pairs.append((q.view(torch.uint8)[:, : K // 2].contiguous(), scale, zero))
     return {"PyTorch, 16 bits": plain, "16 bits": plain, "8 bits": bytes_, "4 bits": pairs}
 
 

@@ -6,11 +6,11 @@ in memory decides, and W is dequantized in registers, on its way into the matrix
 
     16 bits   as stored
     8 bits    w = scale · q, one scale a row (LLM.int8(), Dettmers et al. 2022, section 2.1)
-    4 bits    w = scale · q + minimum, both for each group of numbers in a row; byte j of a row
-              holds number 2j in its low half and number 2j + 1 in its high half
+    4 bits    w = scale · (q - 8) + zero, both for each group of numbers in a row; byte j of a
+              row holds number 2j in its low half and number 2j + 1 in its high half
 
-Scales leave the sums: Σ_k scale · q_k · x_k = scale · Σ_k q_k · x_k, and a group's minimum meets
-only the sum of its x. Whole numbers up to 127 are exact in 16-bit floats, so the instruction
+Scales leave the sums: Σ_k scale · q_k · x_k = scale · Σ_k q_k · x_k, and a group's zero meets only
+the sum of its x. Whole numbers up to 127 are exact in 16-bit floats, so the instruction
 multiplies exactly what is stored.
 
 A tile of W has 64 rows, and few matrices have enough of them to occupy all processors. So the K
@@ -32,7 +32,7 @@ _CPU_PARTS = 3  # in the interpreter, so that several parts are tested there, to
 
 @triton.jit(do_not_specialize=["M", "n_parts"])
 def few_rows_kernel(
-    X, W, SCALE, MINIMUM, PARTS, M, N, K, n_parts,
+    X, W, SCALE, ZERO, PARTS, M, N, K, n_parts,
     BITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One part of the columns of BLOCK_N rows of W, for all M rows of x.
@@ -51,13 +51,14 @@ def few_rows_kernel(
             x = X + m[None, :] * K + (k0 + 2 * pair)[:, None]  # (BLOCK_K / 2, BLOCK_M)
             even = tl.load(x, mask=m[None, :] < M, other=0.0)
             odd = tl.load(x + 1, mask=m[None, :] < M, other=0.0)
-            sums = tl.dot((q & 15).to(even.dtype), even, input_precision="ieee")
-            sums = tl.dot((q >> 4).to(odd.dtype), odd, sums, input_precision="ieee")
+            low, high = (q & 15).to(even.dtype) - 8, (q >> 4).to(even.dtype) - 8
+            sums = tl.dot(low, even, input_precision="ieee")
+            sums = tl.dot(high, odd, sums, input_precision="ieee")
             group = n.to(tl.int64) * (K // BLOCK_K) + k0 // BLOCK_K
             scale = tl.load(SCALE + group, mask=n < N, other=0.0).to(tl.float32)
-            minimum = tl.load(MINIMUM + group, mask=n < N, other=0.0).to(tl.float32)
+            zero = tl.load(ZERO + group, mask=n < N, other=0.0).to(tl.float32)
             x_sum = tl.sum(even.to(tl.float32) + odd.to(tl.float32), 0)
-            acc += sums * scale[:, None] + minimum[:, None] * x_sum[None, :]
+            acc += sums * scale[:, None] + zero[:, None] * x_sum[None, :]
         else:
             k = k0 + tl.arange(0, BLOCK_K)
             w = W + n.to(tl.int64)[:, None] * K + k[None, :]
@@ -86,18 +87,18 @@ def few_rows_linear(
     x: Tensor,
     weight: Tensor,
     scale: Tensor | None = None,
-    minimum: Tensor | None = None,
+    zero: Tensor | None = None,
     n_parts: int | None = None,
 ) -> Tensor:
     """x (M, K) times Wᵀ, (M, N) in the dtype of x; M from 1 to MAX_ROWS, all inputs contiguous.
 
     weight: (N, K) in the dtype of x; or int8 (N, K) with scale (N,); or uint8 (N, K / 2), two
-    numbers a byte, with scale and minimum (N, K / group), for groups of 32, 64 or 128.
+    numbers a byte, with scale and zero (N, K / group), for groups of 32, 64 or 128.
     n_parts: for measurements; else enough for two programs on each multiprocessor.
     """
     (M, K), N = x.shape, weight.shape[0]
-    bits = 16 if scale is None else 4 if minimum is not None else 8
-    block_k = 128 if scale is None or minimum is None else K // scale.shape[1]
+    bits = 16 if scale is None else 4 if zero is not None else 8
+    block_k = 128 if scale is None or zero is None else K // scale.shape[1]
     n_tiles = triton.cdiv(N, BLOCK_N)
     if n_parts is None:
         wanted = _CPU_PARTS
@@ -109,7 +110,7 @@ def few_rows_linear(
     out = torch.empty(M, N, dtype=x.dtype, device=x.device)
     parts = out if n_parts == 1 else torch.empty(n_parts, M, N, device=x.device)
     few_rows_kernel[(n_parts, n_tiles)](
-        x, weight, x if scale is None else scale, x if minimum is None else minimum, parts,
+        x, weight, x if scale is None else scale, x if zero is None else zero, parts,
         M, N, K, n_parts,
         BITS=bits, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=block_k, num_warps=4, num_stages=4,
     )  # fmt: skip

@@ -22,6 +22,7 @@ import torch
 from minillm.checks import brief
 from minillm.devices import device_and_dtype
 from minillm.model import Decoder
+from minillm.quantize import SCHEMES
 from minillm.tokenizer import Tokenizer
 from minillm.weights.build import Checkpoint, build, parameter_sources
 from minillm.weights.default import fetch_default
@@ -45,16 +46,19 @@ def load(
     """A model and its tokenizer.
 
     source: None for the default checkpoint, a folder in Hugging Face format, a .gguf file, or a
-    hub id ("org/name"). device and dtype: see `minillm.devices.device_and_dtype`.
+    hub id ("org/name"). device and dtype: see `minillm.devices.device_and_dtype`; dtype may also
+    be a scheme of `minillm.quantize`, "int8" or "int4": for int4 a Q4_0 or Q4_1 file keeps its own
+    numbers.
     A folder without tokenizer files gives (model, None). Raises FileNotFoundError or ValueError in
     one sentence.
     """
-    device, dtype = device_and_dtype(device, dtype)
+    scheme = dtype if dtype in SCHEMES else None
+    device, dtype = device_and_dtype(device, "bfloat16" if scheme else dtype)
     # os.path answers False where a Path's methods raise: for a user or a name that cannot exist.
     path = fetch_default() if source is None else Path(os.path.expanduser(source))
     try:
         checkpoint, tokenizer = _open(path, source)
-        return _with_tokenizer(checkpoint, tokenizer, device, dtype)
+        return _with_tokenizer(checkpoint, tokenizer, device, dtype, scheme)
     except OSError as error:
         if error.errno is None:
             raise  # our own sentence
@@ -88,6 +92,7 @@ def _with_tokenizer(
     tokenizer: Tokenizer | None,
     device: torch.device,
     dtype: torch.dtype,
+    scheme: str | None,
 ) -> tuple[Decoder, Tokenizer | None]:
     """Both, if every token id has a row in the embedding."""
     rows = checkpoint.config.vocab_size
@@ -95,7 +100,7 @@ def _with_tokenizer(
         raise ValueError(
             f"{checkpoint.label}: the tokenizer has {tokenizer.n_vocab} ids, the model only {rows}."
         )
-    return build(checkpoint, device, dtype), tokenizer
+    return build(checkpoint, device, dtype, scheme), tokenizer
 
 
 def _download(hub_id: str) -> Path:

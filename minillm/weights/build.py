@@ -4,6 +4,7 @@ Memory: the model itself plus one slice of at most 16 MiB; tensors come row by r
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from minillm.checks import brief
 from minillm.config import ModelConfig
-from minillm.model import Decoder
+from minillm.grid import Grid
+from minillm.model import Decoder, Linear
+from minillm.quantize import on_grid, with_matrices
 
 SLICE_BYTES = 16 << 20
 
@@ -27,6 +30,10 @@ class Checkpoint(Protocol):
 
     def slices(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """(first row, rows) of one tensor, in order, each at most about `SLICE_BYTES` long."""
+        ...
+
+    def grid(self, name: str) -> Grid | None:
+        """A matrix in the file's own 4 bits, or None if the file stores it otherwise."""
         ...
 
 
@@ -58,8 +65,13 @@ def parameter_sources(config: ModelConfig) -> dict[str, Shapes]:
     return sources
 
 
-def build(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """The model with the checkpoint's weights; ValueError for one that does not fit its config."""
+def build(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, scheme: str | None = None
+) -> Decoder:
+    """The model with the checkpoint's weights; ValueError for one that does not fit its config.
+
+    scheme: of `minillm.quantize`. A file's own 4-bit numbers are kept for int4.
+    """
     config, sources = checkpoint.config, parameter_sources(checkpoint.config)
     _check_tensors(checkpoint, {k: shape for part in sources.values() for k, shape in part.items()})
     with torch.device("meta"):  # no memory, no random numbers
@@ -67,20 +79,51 @@ def build(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> D
     model.to(dtype).to_empty(device=device)
     if config.tie_embeddings:
         model.head.weight = model.embed.weight
+    if scheme is not None:
+        # Memory that is only reserved, and never written, costs nothing.
+        model = with_matrices(model, partial(_matrix, checkpoint, sources, device, scheme))
     parameters = dict(model.named_parameters())
     for ours, parts in sources.items():
-        target, row = parameters[ours].data, 0
-        for name in parts:
-            for first, rows in checkpoint.slices(name):
-                place = target[row + first : row + first + len(rows)]
-                place.copy_(rows)
-                if not bool(place.isfinite().all()):
-                    raise ValueError(
-                        f"{checkpoint.label}: {name} holds numbers that are not finite in {dtype}; "
-                        "fetch it again, or load it in another dtype."
-                    )
-            row += parts[name][0]
+        if ours in parameters:
+            _fill(checkpoint, parameters[ours].data, parts)
     return model.eval().requires_grad_(False)
+
+
+def _fill(checkpoint: Checkpoint, target: Tensor, parts: Shapes) -> None:
+    row = 0
+    for name in parts:
+        for first, rows in checkpoint.slices(name):
+            place = target[row + first : row + first + len(rows)]
+            place.copy_(rows)
+            _check_finite(checkpoint, name, place)
+        row += parts[name][0]
+
+
+def _matrix(
+    checkpoint: Checkpoint, sources: dict[str, Shapes], device: torch.device, scheme: str,
+    ours: str, linear: Linear,
+) -> Grid:  # fmt: skip
+    """One matrix on its grid: the file's own, if that is 4 bits and 4 are wanted."""
+    parts = sources.get(f"{ours}.weight") or sources["embed.weight"]  # the head may be tied
+    if scheme == "int4" and ours != "head":
+        own = [checkpoint.grid(name) for name in parts]
+        if all(own):
+            for name, part in zip(parts, own, strict=True):
+                _check_finite(checkpoint, name, part.scale)
+                _check_finite(checkpoint, name, part.zero)
+            fields = ([getattr(part, field) for part in own] for field in ("q", "scale", "zero"))
+            return Grid(*(torch.cat(field).to(device) for field in fields))
+    weight = torch.empty(linear.weight.shape)
+    _fill(checkpoint, weight, parts)
+    return on_grid(ours, weight.to(device), scheme)
+
+
+def _check_finite(checkpoint: Checkpoint, name: str, numbers: Tensor) -> None:
+    if not bool(numbers.isfinite().all()):
+        raise ValueError(
+            f"{checkpoint.label}: {name} holds numbers that are not finite in {numbers.dtype}; "
+            "fetch it again, or load it in another dtype."
+        )
 
 
 def _check_tensors(checkpoint: Checkpoint, expected: Shapes) -> None:

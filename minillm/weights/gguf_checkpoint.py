@@ -18,6 +18,7 @@ from torch import Tensor
 
 from minillm.checks import brief
 from minillm.config import ModelConfig
+from minillm.grid import Grid
 from minillm.weights.build import SLICE_BYTES
 from minillm.weights.gguf_header import read_gguf
 
@@ -129,22 +130,46 @@ class GGUFCheckpoint:
         kind = GGMLQuantizationType[t.type]
         return torch.from_numpy(quants.dequantize(data.reshape(n_rows, row_bytes), kind))
 
+    def grid(self, name: str) -> Grid | None:
+        """A matrix in Q4_0 or Q4_1 as it lies in the file: 32 numbers of 4 bits with their scale.
+
+        A block is a scale d in float16, in Q4_1 a least number m, and 16 bytes: number j in the low
+        half of byte j, number j + 16 in the high half. It stands for d · (q - 8), or d · q + m.
+        """
+        t = self._tensors[self._names[name]]
+        header = {"Q4_0": 2, "Q4_1": 4}.get(t.type)
+        if header is None:
+            return None
+        N, K = self.shapes[name]
+        data = np.fromfile(self.path, np.uint8, count=t.n_bytes, offset=t.offset)
+        blocks = torch.from_numpy(data.reshape(N, K // 32, header + 16))
+        numbers = blocks[..., :header].contiguous().view(torch.float16).float()  # d, and m
+        low, high = blocks[..., header:] & 15, blocks[..., header:] >> 4
+        q, scale = torch.cat((low, high), -1).flatten(1), numbers[..., 0]
+        zero = torch.zeros_like(scale) if header == 2 else numbers[..., 1] + 8 * scale
+        rows = (q, scale.bfloat16(), zero.bfloat16())
+        return Grid(*(self._unpermuted(name, x) for x in rows))
+
+    def _unpermuted(self, name: str, rows: Tensor) -> Tensor:
+        """Whole heads of q or k in Hugging Face's order; anything else as it is.
+
+        llama.cpp turns neighbours (0, 1), (2, 3), …; here pairs are (i, i + D/2).
+        """
+        llama = self.fields["general.architecture"] == "llama"
+        if not (llama and re.search(r"self_attn\.[qk]_proj", name)):
+            return rows
+        D = self.config.d_head
+        return rows.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).reshape(rows.shape)
+
     def slices(self, name: str) -> Iterator[tuple[int, Tensor]]:
         shape, gguf_name = self.shapes[name], self._names[name]
         n_rows, width = shape if len(shape) > 1 else (1, shape[0])
-        llama = self.fields["general.architecture"] == "llama"
-        permuted = llama and re.search(r"self_attn\.[qk]_proj", name)
-        D = self.config.d_head
         # Dequantizing needs several temporaries of the slice's size.
         step = max(1, SLICE_BYTES // (16 * width))
-        if permuted:
-            step = max(1, step // D) * D  # whole heads
+        if "self_attn" in name:
+            step = max(1, step // self.config.d_head) * self.config.d_head  # whole heads
         for first in range(0, n_rows, step):
             rows = self._read(gguf_name, first, min(step, n_rows - first))
             if len(shape) == 1:
                 rows = rows[0]
-            if permuted:
-                # llama.cpp turns neighbours (0, 1), (2, 3), …; here pairs are (i, i + D/2), as in
-                # Hugging Face.
-                rows = rows.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).reshape(rows.shape)
-            yield first, rows
+            yield first, self._unpermuted(name, rows)

@@ -1,0 +1,218 @@
+"""Fewer bits: the grid by its definition, the products, the model, and what is refused."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import lively, tiny_config
+from torch import Tensor
+
+from minillm import Decoder, Engine, EngineConfig, generate, quantize
+from minillm.grid import Grid, pack, to_int4, to_int8, unpack
+from minillm.quantize import (
+    MOST_ROWS,
+    Int4Linear,
+    Int8Embedding,
+    Int8Linear,
+    QuantizedLinear,
+    model_bytes,
+)
+
+SIZES = {"d_model": 64, "n_heads": 4, "n_kv_heads": 2, "d_head": 16, "d_ff": 96}
+
+
+def numbers(N: int, K: int, seed: int = 0) -> Tensor:
+    return torch.randn(N, K, generator=torch.Generator().manual_seed(seed))
+
+
+# The grid
+
+
+def test_eight_numbers_by_hand():
+    """absmax: 12.7 becomes 127; a group's least and largest number become 0 and 15."""
+    row = torch.tensor([[0.1, -12.7, 6.35, 0.04, 0.0, 3.2, -3.2, 12.7]])
+    grid = to_int8(row)
+    scale = torch.tensor(0.1).bfloat16().item()
+    assert grid.scale.tolist() == [scale]
+    assert grid.q.tolist() == [[round(x / scale) for x in row[0].tolist()]]
+    grid = to_int4(torch.tensor([[0.0, 1.0, 2.0, 15.0]]), 4)
+    assert grid.q.tolist() == [[0, 1, 2, 15]] and grid.scale.item() == 1
+    assert grid.zero.item() == 8
+    grid = to_int4(torch.tensor([[-7.0, 0.0, 3.4, 7.0]]), 4, symmetric=True)
+    assert grid.q.tolist() == [[1, 8, 11, 15]] and grid.zero.item() == 0
+
+
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(0, 99), st.floats(1e-6, 1e6))
+@settings(deadline=None, max_examples=80)
+def test_the_error_is_half_a_step(N, K, seed, size):
+    """No number is farther from its place than half a step, and the ends' rounding."""
+    w = numbers(N, 32 * K, seed) * size
+    for grid, groups in (
+        (to_int8(w), 1),
+        (to_int4(w, 32), K),
+        (to_int4(w, 32, symmetric=True), K),
+    ):
+        error = (grid.dequantized() - w).abs().unflatten(1, (groups, -1)).amax(-1)
+        step = grid.scale.float().reshape(N, -1)
+        # Scales and zeros have 8 bits: the farthest number may lie a little beyond the last step.
+        largest = w.abs().unflatten(1, (groups, -1)).amax(-1)
+        assert (error <= step / 2 + largest / 128).all()
+
+
+def test_what_is_constant_is_exact():
+    for value in (0.0, 0.5, -2.0):
+        w = torch.full((3, 64), value)
+        for grid in (to_int8(w), to_int4(w, 32), to_int4(w, 64)):
+            assert grid.dequantized().isfinite().all()
+            torch.testing.assert_close(grid.dequantized(), w, atol=0, rtol=2**-7)
+
+
+@given(st.integers(1, 20), st.integers(1, 40), st.integers(0, 9))
+@settings(deadline=None, max_examples=50)
+def test_packing_is_undone(N, K, seed):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randint(0, 16, (N, 2 * K), dtype=torch.uint8, generator=generator)
+    assert pack(q).shape == (N, K) and torch.equal(unpack(pack(q)), q)
+
+
+def test_a_grid_is_found_again():
+    """Numbers that lie on a grid already are quantized to themselves."""
+    w = to_int4(numbers(5, 128), 32).dequantized()
+    torch.testing.assert_close(to_int4(w, 32).dequantized(), w, atol=1e-2, rtol=0)
+    w = to_int8(numbers(5, 128)).dequantized()
+    torch.testing.assert_close(to_int8(w).dequantized(), w, atol=1e-2, rtol=0)
+
+
+# Products
+
+
+@pytest.mark.parametrize("rows", [1, 2, MOST_ROWS, MOST_ROWS + 1, 70])
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4, groups of 64"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_product(bias, kind, rows):
+    """What is stored is what is computed with: bfloat16's rounding is all that differs."""
+    w, b = numbers(48, 128), torch.randn(48).bfloat16() if bias else None
+    grid = to_int8(w) if kind == "int8" else to_int4(w, 64 if "64" in kind else 32)
+    layer = (Int8Linear if kind == "int8" else Int4Linear)(grid, b)
+    x = torch.randn(2, rows, 128).bfloat16()
+    expected = x.double() @ grid.dequantized().double().T
+    expected = expected if b is None else expected + b.double()
+    out = layer(x)
+    assert out.shape == (2, rows, 48) and out.dtype == torch.bfloat16
+    error = (out.double() - expected).abs().max() / expected.abs().max()
+    assert error < 0.01
+    torch.testing.assert_close(layer.dequantized(), grid.dequantized(), atol=0.02, rtol=0.01)
+
+
+def test_float32_activations_are_refused():
+    """On a CPU they would take a loop a hundred times slower."""
+    layer = Int8Linear(to_int8(numbers(8, 64)))
+    with pytest.raises(TypeError, match=r"computes in bfloat16, and got torch\.float32; leave"):
+        layer(torch.randn(1, 64))
+
+
+def test_tied_rows_are_looked_up():
+    head = Int8Linear(to_int8(numbers(97, 64)))
+    rows = Int8Embedding(head)(torch.tensor([[3, 96, 3]]))
+    torch.testing.assert_close(
+        rows.float(), head.dequantized()[torch.tensor([[3, 96, 3]])], atol=0, rtol=2**-7
+    )
+
+
+# The model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("options", [("int8", {}), ("int4", {}), ("int4", {"symmetric": True})])
+def test_logits_are_those_of_the_dequantized_model(options, tied):
+    """The model in float32 with the same dequantized matrices, in bfloat16's tolerance."""
+    scheme, more = options
+    model = lively(size=0.02, tie_embeddings=tied, qkv_bias=True, **SIZES)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    small = quantize(model, scheme, **more)
+    exact = lively(size=0.02, tie_embeddings=tied, qkv_bias=True, **SIZES)
+    for name, module in small.named_modules():
+        if isinstance(module, QuantizedLinear):
+            exact.get_submodule(name).weight.data = module.dequantized()
+    if tied:
+        exact.embed.weight = exact.head.weight
+    ids = torch.arange(30)[None] * 7 % 97
+    with torch.inference_mode():
+        mine, theirs = small(ids).float(), exact(ids)
+    assert (mine - theirs).abs().max() < 0.05 * theirs.abs().max()
+    assert small.dtype == torch.bfloat16 and isinstance(small.head, Int8Linear)
+    assert isinstance(small.layers[0].down, Int8Linear if scheme == "int8" else Int4Linear)
+    for name, p in model.named_parameters():  # the original is untouched
+        assert torch.equal(p, before[name]) and p.dtype == torch.float32
+
+
+def test_a_quantized_model_generates_and_serves():
+    """Cached as uncached, alone as in a batch."""
+    small = quantize(lively(size=0.1, **SIZES), "int4")
+    prompt = [1, 2, 3, 4, 5]
+    expected = generate(small, prompt, 8)
+    engine = Engine(small, EngineConfig(n_blocks=20))
+    ids = [engine.submit(prompt, 8), engine.submit([9, 9], 8)]
+    assert engine.run()[ids[0]].tokens == expected
+
+
+def test_bytes():
+    """Everything counts once: 8.0 bits and a scale a row, or 5 bits, with norms and embedding."""
+    model = Decoder(tiny_config(vocab_size=300, **SIZES, tie_embeddings=True))
+    n = 2
+    shapes = [(128, 64), (64, 64), (192, 64), (64, 96)]  # qkv, out, gate_up, down
+    matrices = n * sum(N * K for N, K in shapes)
+    assert model_bytes(model) == 4 * (matrices + 300 * 64 + 64 * (2 * n + 1))
+    rows, norms = n * sum(N for N, _ in shapes), 2 * 64 * (2 * n + 1)
+    head = 300 * 64 + 2 * 300
+    assert model_bytes(quantize(model, "int8")) == matrices + 2 * rows + head + norms
+    assert model_bytes(quantize(model, "int4")) == matrices * 5 // 8 + head + norms
+    untied = Decoder(tiny_config(vocab_size=300, **SIZES, tie_embeddings=False))
+    assert model_bytes(quantize(untied, "int8")) == (
+        matrices + 2 * rows + head + norms + 2 * 300 * 64
+    )
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "message"),
+    [
+        ("int3", {}, "scheme is 'int3'; choose one of int8, int4"),
+        ("int8", {"bits": 4}, "Scheme int8 has no option bits; leave it out"),
+        ("int8", {"group_size": 64}, "Scheme int8 has no option group_size or symmetric"),
+        ("int4", {"groups": 4}, "Scheme int4 has no option groups"),
+        ("int4", {"group_size": 33}, "group_size is 33; choose one of 32, 64 and 128"),
+        ("int4", {"group_size": 64}, "has 96 columns, which groups of 64 do not divide"),
+    ],
+)
+def test_refusals(scheme, options, message):
+    model = lively(**SIZES)
+    with pytest.raises(ValueError, match=message):
+        quantize(model, scheme, **options)
+
+
+def test_not_twice_and_not_what_is_not_a_number():
+    model = lively(**SIZES)
+    with pytest.raises(ValueError, match="quantized already; quantize the one that it was made"):
+        quantize(quantize(model, "int8"), "int4")
+    model.layers[1].out.weight[3, 5] = math.nan
+    with pytest.raises(ValueError, match=r"layers\.1\.out holds numbers that are not finite"):
+        quantize(model, "int8")
+
+
+def test_the_grid_is_what_the_few_rows_kernel_reads():
+    """q, scale and zero in the order that `kernels/few_rows.py` has in its docstring."""
+    grid = to_int4(numbers(6, 64), 32)
+    by_hand = torch.empty(6, 64)
+    packed = pack(grid.q)
+    for n in range(6):
+        for k in range(64):
+            byte = int(packed[n, k // 2])
+            q = byte & 15 if k % 2 == 0 else byte >> 4
+            by_hand[n, k] = float(grid.scale[n, k // 32]) * (q - 8) + float(grid.zero[n, k // 32])
+    assert torch.equal(by_hand, grid.dequantized())
+    assert Grid(grid.q, grid.scale, grid.zero).group_size == 32
