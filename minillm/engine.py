@@ -29,6 +29,7 @@ from minillm.generate import check_request
 from minillm.kv_cache import Rows
 from minillm.model import Decoder
 from minillm.paged import PagedKVCache
+from minillm.quantized_kv import rows_for
 from minillm.request import Completion, Request
 from minillm.sampling import Sampling
 from minillm.scheduler import Scheduler, StepPlan
@@ -48,8 +49,8 @@ class EngineConfig:
     max_batch_tokens: tokens computed in one step, prompts included. More gives more throughput,
     fewer a shorter pause for the requests that decode.
     policy "static" is the baseline: a batch starts when the last is over, and its answers come
-    when its longest is done. cuda_graphs: replay decode steps on a GPU instead of launching each
-    kernel.
+    when its longest is done. cuda_graphs: replay decode steps on a GPU (`minillm.cuda_graphs`).
+    kv_dtype: None, "int8" or "int4" (`minillm.quantized_kv`).
     """
 
     n_blocks: int
@@ -60,6 +61,7 @@ class EngineConfig:
     prefix_caching: bool = True
     chunked_prefill: bool = True
     max_waiting: int | None = None
+    kv_dtype: str | None = None
     cuda_graphs: bool = False
     backend: str = "auto"
 
@@ -73,7 +75,7 @@ class Engine:
 
     The same request gives the same tokens whatever runs beside it, up to rounding: sums over a
     larger batch may be taken in another order.
-    rows: how the cache stores keys and values (`minillm.kv_cache.Rows`). proposer: guesses which
+    rows: another way to store keys and values (`minillm.kv_cache.Rows`). proposer: guesses which
     tokens follow those of a decoding request; right guesses save steps, wrong ones only cost time.
     """
 
@@ -83,13 +85,13 @@ class Engine:
         config: EngineConfig,
         *,
         clock: Clock | None = None,
-        rows: Callable[[Decoder, tuple[int, int]], Rows] = Rows,
+        rows: Callable[[Decoder, tuple[int, int]], Rows] | None = None,
         proposer: Callable[[Request], Sequence[int]] | None = None,
     ):
         c = config
         self.model, self.config, self.clock = model, config, clock or Clock()
-        paging = {"prefix_caching": c.prefix_caching, "backend": c.backend, "rows": rows}
-        self.cache = PagedKVCache(model, c.n_blocks, c.block_size, **paging)
+        paging = {"prefix_caching": c.prefix_caching, "rows": rows_for(c.kv_dtype, rows)}
+        self.cache = PagedKVCache(model, c.n_blocks, c.block_size, backend=c.backend, **paging)
         self._graphs = DecodeGraphs(model, self.cache, c.max_seqs) if c.cuda_graphs else None
         self.scheduler = Scheduler(
             self.cache.manager,
@@ -100,11 +102,9 @@ class Engine:
             max_waiting=c.max_waiting,
         )
         self.stats = Stats()
-        self._proposer = proposer
-        self._next_id = 0
+        self._proposer, self._next_id, self._in_order = proposer, 0, True
         self._requests: dict[int, Request] = {}  # all that are not handed out, oldest first
         self._ended: list[Request] = []  # those of them that are over
-        self._in_order = True
 
     def submit(
         self,
