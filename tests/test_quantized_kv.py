@@ -136,7 +136,6 @@ def test_an_odd_head_does_not_fit_two_to_a_byte():
     class Odd:
         kv_shape = (1, 1, 7)
 
-    with pytest.raises(
-        ValueError, match="4 bits need an even head dimension, and this model has 7"
-    ):
+    message = "4 bits need an even head dimension, and this model has 7"
+    with pytest.raises(ValueError, match=message):
         QuantizedRows(Odd(), (1, 1), bits=4)

