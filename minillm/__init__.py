@@ -35,6 +35,7 @@ _MODULES = (
     "config",
     "costs",
     "engine",
+    "evaluate",
     "flash",
     "fragmentation",
     "gqa",

@@ -52,18 +52,22 @@ def to_int8(weight: Tensor) -> Grid:
     return Grid(q.to(torch.int8), scale)
 
 
-def to_int4(weight: Tensor, group_size: int, *, symmetric: bool = False) -> Grid:
-    """In groups: the 16 steps reach from the least to the largest, or ±7 around 0 if symmetric."""
+def to_int4(weight: Tensor, group_size: int, *, symmetric: bool = False, bits: int = 4) -> Grid:
+    """In groups: the 16 steps reach from the least to the largest, or ±7 around 0 if symmetric.
+
+    bits: with 3 or 2 only 8 or 4 of the steps are used, and stored in 4 bits all the same.
+    """
     w = weight.float().unflatten(1, (-1, group_size))  # (N, groups, group_size)
     if symmetric:
-        scale = _rounded(w.abs().amax(-1) / 7)
-        zero = torch.zeros_like(scale)
+        steps = 2 ** (bits - 1) - 1
+        scale = _rounded(w.abs().amax(-1) / steps)
+        zero, least, most = torch.zeros_like(scale), 8 - steps, 8 + steps
     else:
         low, high = w.amin(-1), w.amax(-1)
-        scale = _rounded((high - low) / 15)
-        zero = _rounded(low + 8 * scale.float())
+        scale = _rounded((high - low) / (2**bits - 1))
+        zero, least, most = _rounded(low + 8 * scale.float()), 0, 2**bits - 1
     q = ((w - zero.float()[..., None]) / _divisor(scale)[..., None]).round() + 8
-    return Grid(q.clamp(0, 15).flatten(1).to(torch.uint8), scale, zero)
+    return Grid(q.clamp(least, most).flatten(1).to(torch.uint8), scale, zero)
 
 
 def pack(q: Tensor) -> Tensor:

@@ -7,16 +7,19 @@ tokens per second; the arithmetic stays in bfloat16. What is lost is in `minillm
 
     int8   weights only, one scale a row
     int4   weights only, groups of 32, 64 or 128 numbers with a scale and a zero
+    gptq   the same grid, its errors made up for by the columns after (`minillm.gptq`)
+    awq    the same grid, with the columns that matter enlarged before (`minillm.awq`)
 
 The head is always int8: its rows decide between tokens, and a vocabulary is a large part of a small
 model. An embedding tied to it shares its int8 rows, and is looked up from them. Norms and an
 embedding of its own stay in bfloat16. Activations are bfloat16 as well: on a CPU the products of
 PyTorch are fast with them, and a hundred times slower with float32.
 On a GPU `kernels/few_rows.py` multiplies up to 64 rows; more are multiplied in 16 bits.
-Not here: quantized activations; other ways to round.
+Not here: quantized activations.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,23 +27,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minillm import grid
+from minillm.awq import awq
+from minillm.calibration import collect
 from minillm.checks import brief
+from minillm.gptq import gptq
 from minillm.grid import GROUP_SIZES, Grid
 from minillm.kernels import on_device_of, why_not_here
 from minillm.model import Decoder, Linear, replace_linears
 
-SCHEMES = ("int8", "int4")
+_GROUPED = ("group_size", "symmetric", "bits")
+SCHEMES = {
+    "int8": (), "int4": _GROUPED, "gptq": (*_GROUPED, "calibration"),
+    "awq": (*_GROUPED, "calibration"),
+}  # fmt: skip
+"""Each with its options."""
 MOST_ROWS = 16
 """On a CPU, with more rows than this an int8 matrix is multiplied in bfloat16."""
 
 
 class QuantizedLinear(nn.Module):
-    """x Wᵀ + bias for a matrix (N, K) on a grid. Made for the device that the grid is on."""
+    """(x · columns) Wᵀ + bias for W (N, K) on a grid. Made for the device that the grid is on.
 
-    def __init__(self, matrix: Grid, bias: Tensor | None):
+    columns (K,): what each column of x is multiplied with first, if anything.
+    """
+
+    def __init__(self, matrix: Grid, bias: Tensor | None = None, columns: Tensor | None = None):
         super().__init__()
         self.out_features, self.in_features = matrix.q.shape
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.register_buffer("columns", None if columns is None else columns.bfloat16())
 
     def dequantized(self) -> Tensor:
         """The matrix (N, K) that is computed with, in float32."""
@@ -57,6 +72,7 @@ class QuantizedLinear(nn.Module):
                 "is."
             )
         rows = x.reshape(-1, self.in_features)
+        rows = rows if self.columns is None else rows * self.columns
         with on_device_of(x):
             out = self.product(rows)
         out = out if self.bias is None else out + self.bias
@@ -72,8 +88,8 @@ class QuantizedLinear(nn.Module):
 class Int8Linear(QuantizedLinear):
     """One byte a number, one scale a row."""
 
-    def __init__(self, matrix: Grid, bias: Tensor | None = None):
-        super().__init__(matrix, bias)
+    def __init__(self, matrix: Grid, bias: Tensor | None = None, columns: Tensor | None = None):
+        super().__init__(matrix, bias, columns)
         self.register_buffer("weight", matrix.q)
         self.register_buffer("scale", matrix.scale)
 
@@ -93,8 +109,8 @@ class Int8Linear(QuantizedLinear):
 class Int4Linear(QuantizedLinear):
     """Two numbers a byte, a scale and a zero for each group."""
 
-    def __init__(self, matrix: Grid, bias: Tensor | None = None):
-        super().__init__(matrix, bias)
+    def __init__(self, matrix: Grid, bias: Tensor | None = None, columns: Tensor | None = None):
+        super().__init__(matrix, bias, columns)
         assert matrix.zero is not None
         self.group_size = matrix.group_size
         if matrix.q.device.type == "cpu":  # in the order in which PyTorch's product reads them
@@ -141,53 +157,93 @@ class Int8Embedding(nn.Module):
 def quantize(model: Decoder, scheme: str, **options: Any) -> Decoder:
     """A new model with its matrices stored in fewer bits; `model` is untouched.
 
-    scheme: "int8" or "int4". Options of int4: group_size, 32, 64 or 128; symmetric, whether the
-    grid is centred on 0.
+    scheme: "int8", "int4", "gptq" or "awq". Options of all but int8: group_size, 32, 64 or 128;
+    symmetric, whether the grid is centred on 0; bits, 2 to 4, of the 4 that are stored. gptq and
+    awq need calibration: batches of token ids, tensors (B, T).
     Raises ValueError for an unknown scheme or option, a group size that does not divide a matrix's
-    columns, numbers that are not finite, and a model that is quantized already.
+    columns, missing calibration, numbers that are not finite, and a model quantized already.
     """
-    if scheme not in SCHEMES:
-        raise ValueError(f"scheme is {brief(scheme)}; choose one of {', '.join(SCHEMES)}.")
+    given = Options(**_checked(scheme, options))
     if any(isinstance(module, QuantizedLinear) for module in model.modules()):
         raise ValueError("The model is quantized already; quantize the one that it was made from.")
-    symmetric = options.pop("symmetric", False)
-    group_size = options.pop("group_size", 32)
-    if options or (scheme == "int8" and (symmetric, group_size) != (False, 32)):
-        named = ", ".join(options) or "group_size or symmetric"
-        raise ValueError(f"Scheme {scheme} has no option {named}; leave it out.")
-    if group_size not in GROUP_SIZES:
-        raise ValueError(f"group_size is {brief(group_size)}; choose one of 32, 64 and 128.")
-
-    def matrix(name: str, linear: Linear) -> Grid:
-        weight = linear.weight.detach()
-        if not bool(weight.isfinite().all()):
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and not bool(module.weight.isfinite().all()):
             raise ValueError(f"{name} holds numbers that are not finite; load the model again.")
-        return on_grid(name, weight, scheme, group_size, symmetric)
+    inputs = None if given.calibration is None else collect(model, given.calibration)
+
+    def matrix(name: str, linear: Linear) -> tuple[Grid, Tensor | None]:
+        weight = linear.weight.detach()
+        if scheme in ("int8", "int4") or name == "head":
+            return on_grid(name, weight, scheme, given), None
+        assert inputs is not None
+        _check_groups(name, weight, given)
+        options = {"bits": given.bits, "symmetric": given.symmetric}
+        if scheme == "gptq":
+            return gptq(weight, inputs[name].moments, given.group_size, **options), None
+        return awq(weight, inputs[name], given.group_size, **options)
 
     return with_matrices(model, matrix)
 
 
-def on_grid(
-    name: str, weight: Tensor, scheme: str, group_size: int = 32, symmetric: bool = False
-) -> Grid:
-    """A matrix (N, K) of that name as the scheme stores it; ValueError if groups don't divide K."""
+@dataclass(frozen=True)
+class Options:
+    """Of a scheme, see `quantize`."""
+
+    group_size: int = 32
+    symmetric: bool = False
+    bits: int = 4
+    calibration: Iterable[Tensor] | None = None
+
+
+def _checked(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme is {brief(scheme)}; choose one of {', '.join(SCHEMES)}.")
+    for name in options:
+        if name not in SCHEMES[scheme]:
+            known = ", ".join(SCHEMES[scheme]) or "none"
+            raise ValueError(f"Scheme {scheme} has no option {name}; it has {known}.")
+    if options.get("group_size", 32) not in GROUP_SIZES:
+        raise ValueError(
+            f"group_size is {brief(options['group_size'])}; choose one of 32, 64 and 128."
+        )
+    if options.get("bits", 4) not in (2, 3, 4):
+        raise ValueError(f"bits is {brief(options['bits'])}; choose 2, 3 or 4.")
+    if "calibration" in SCHEMES[scheme] and options.get("calibration") is None:
+        raise ValueError(
+            f"Scheme {scheme} needs calibration: batches of token ids, tensors (B, T)."
+        )
+    return options
+
+
+def _check_groups(name: str, weight: Tensor, options: Options) -> None:
+    if weight.shape[1] % options.group_size:
+        raise ValueError(
+            f"{name} has {weight.shape[1]} columns, which groups of {options.group_size} do not "
+            "divide; choose a smaller group_size."
+        )
+
+
+def on_grid(name: str, weight: Tensor, scheme: str, options: Options | None = None) -> Grid:
+    """A matrix (N, K) of that name, rounded; ValueError if groups don't divide K."""
+    options = options or Options()
     if scheme == "int8" or name == "head":
         return grid.to_int8(weight)
-    if weight.shape[1] % group_size:
-        raise ValueError(
-            f"{name} has {weight.shape[1]} columns, which groups of {group_size} do not divide; "
-            "choose a smaller group_size."
-        )
-    return grid.to_int4(weight, group_size, symmetric=symmetric)
+    _check_groups(name, weight, options)
+    return grid.to_int4(weight, options.group_size, symmetric=options.symmetric, bits=options.bits)
 
 
-def with_matrices(model: Decoder, matrix: Callable[[str, Linear], Grid]) -> Decoder:
-    """A model with matrix(name, linear) in place of every Linear, and the rest in bfloat16."""
+def with_matrices(
+    model: Decoder, matrix: Callable[[str, Linear], tuple[Grid, Tensor | None]]
+) -> Decoder:
+    """A model with a quantized module in place of every Linear, and the rest in bfloat16.
+
+    matrix(name, linear): the grid, and what its input is multiplied with (K,), or None.
+    """
 
     def replacement(name: str, linear: Linear) -> nn.Module:
-        found = matrix(name, linear)
+        found, columns = matrix(name, linear)
         bias = None if linear.bias is None else linear.bias.detach().bfloat16()
-        return (Int8Linear if found.zero is None else Int4Linear)(found, bias)
+        return (Int8Linear if found.zero is None else Int4Linear)(found, bias, columns)
 
     quantized = replace_linears(model, replacement)
     if model.config.tie_embeddings:

@@ -10,7 +10,13 @@ from models import lively, tiny_config
 from torch import Tensor
 
 from minillm import Decoder, Engine, EngineConfig, generate, quantize
+from minillm.awq import awq, output_error
+from minillm.calibration import Inputs, collect
+from minillm.evaluate import difference
+from minillm.gptq import gptq
 from minillm.grid import Grid, pack, to_int4, to_int8, unpack
+from minillm.model import Linear
+from minillm.per_token import rms_norm
 from minillm.quantize import (
     MOST_ROWS,
     Int4Linear,
@@ -175,16 +181,114 @@ def test_bytes():
     )
 
 
+# Rounding that knows the inputs
+
+
+def correlated(n: int, K: int) -> Tensor:
+    """Inputs whose columns go together, a few of them ten times as large as the others."""
+    torch.manual_seed(0)
+    x = torch.randn(n, K // 4) @ torch.randn(K // 4, K) + 0.3 * torch.randn(n, K)
+    x[:, ::17] *= 10
+    return x
+
+
+def inputs_of(x: Tensor) -> Inputs:
+    zeros = torch.zeros(x.shape[1])
+    inputs = Inputs(zeros, zeros.clone(), torch.zeros(x.shape[1], x.shape[1]))
+    for part in x.split(100):
+        inputs.add(part[None])
+    return inputs
+
+
+def test_statistics_of_the_inputs():
+    x = correlated(333, 32)
+    inputs = inputs_of(x)
+    torch.testing.assert_close(inputs.largest, x.abs().amax(0))
+    torch.testing.assert_close(inputs.mean, x.abs().mean(0))
+    torch.testing.assert_close(inputs.moments, x.T @ x / 333, atol=1e-3, rtol=1e-4)
+
+
+def test_what_is_collected_is_what_the_matrices_get():
+    model, batches = lively(**SIZES), [torch.arange(20)[None], torch.arange(30, 44).view(2, 7)]
+    found = collect(model, batches)
+    assert found.keys() == {n for n, m in model.named_modules() if isinstance(m, Linear)} - {"head"}
+    with torch.inference_mode():
+        first = rms_norm(model.embed(batches[0]), model.layers[0].attn_norm, 1e-5)
+    assert found["layers.0.qkv"].n == 34
+    assert (found["layers.0.qkv"].largest >= first.abs().amax((0, 1)) - 1e-6).all()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_gptq_and_awq_lose_less_than_rounding(bits, symmetric):
+    """On the inputs that they know; what they store is a grid of so many steps."""
+    w, x = numbers(24, 128), correlated(1000, 128)
+    inputs, options = inputs_of(x), {"bits": bits, "symmetric": symmetric}
+    wanted = x @ w.T
+
+    def error(matrix: Tensor) -> float:
+        return float((x @ matrix.T - wanted).square().mean())
+
+    rounded = to_int4(w, 32, **options)
+    solved = gptq(w, inputs.moments, 32, **options)
+    scaled, columns = awq(w, inputs, 32, **options)
+    assert error(solved.dequantized()) < 0.5 * error(rounded.dequantized())
+    assert error(scaled.dequantized() * columns) < error(rounded.dequantized())
+    for grid in (rounded, solved, scaled):
+        assert len(grid.q.unique()) <= (2**bits - 1 if symmetric else 2**bits)
+        assert grid.q.shape == (24, 128) and grid.scale.shape == (24, 4)
+    assert output_error(rounded.dequantized() - w, inputs.moments) == pytest.approx(
+        1000 / 1000 * float((x @ (rounded.dequantized() - w).T).square().sum() / 1000), rel=1e-3
+    )
+
+
+def test_gptq_without_correlation_is_rounding():
+    """If no column says anything about another, no error can be made up for."""
+    w = numbers(8, 64)
+    assert torch.equal(gptq(w, torch.eye(64), 32).q, to_int4(w, 32).q)
+
+
+def test_gptq_bears_columns_that_are_never_used():
+    x = correlated(500, 64)
+    x[:, 10:20] = 0
+    grid = gptq(numbers(8, 64), inputs_of(x).moments, 32)
+    assert grid.dequantized().isfinite().all()
+
+
+@pytest.mark.parametrize("scheme", ["gptq", "awq"])
+def test_models_with_calibration(scheme):
+    """The matrices are those that the scheme makes, and computed with as they are stored."""
+    model = lively(size=0.05, **SIZES)
+    batches = [torch.randint(0, 97, (4, 40), generator=torch.Generator().manual_seed(0))]
+    small = quantize(model, scheme, calibration=batches, group_size=32)
+    inputs = collect(model, batches)["layers.1.down"]
+    w, layer = model.layers[1].down.weight, small.layers[1].down
+    grid, columns = (gptq(w, inputs.moments, 32), None) if scheme == "gptq" else awq(w, inputs, 32)
+    torch.testing.assert_close(layer.dequantized(), grid.dequantized(), atol=0.01, rtol=0.01)
+    x = torch.randn(1, 3, 96).bfloat16()
+    scaled = x.float() if columns is None else x.float() * columns
+    expected = scaled @ grid.dequantized().T
+    assert (layer(x).float() - expected).abs().max() < 0.02 * expected.abs().max()
+    rounded = quantize(model, "int4")
+    kl = {s: difference(m, model, batches[0][0].tolist()).kl for s, m in
+          ((scheme, small), ("int4", rounded))}  # fmt: skip
+    assert kl[scheme] < kl["int4"]
+
+
 # What is refused
 
 
 @pytest.mark.parametrize(
     ("scheme", "options", "message"),
     [
-        ("int3", {}, "scheme is 'int3'; choose one of int8, int4"),
-        ("int8", {"bits": 4}, "Scheme int8 has no option bits; leave it out"),
-        ("int8", {"group_size": 64}, "Scheme int8 has no option group_size or symmetric"),
-        ("int4", {"groups": 4}, "Scheme int4 has no option groups"),
+        ("int3", {}, "scheme is 'int3'; choose one of int8, int4, gptq, awq"),
+        ("int8", {"bits": 4}, "Scheme int8 has no option bits; it has none"),
+        ("int4", {"groups": 4}, "Scheme int4 has no option groups; it has group_size, symmetric"),
+        ("int4", {"bits": 5}, "bits is 5; choose 2, 3 or 4"),
+        ("gptq", {}, "Scheme gptq needs calibration: batches of token ids"),
+        ("awq", {"calibration": []}, "calibration is empty; give at least one batch"),
+        ("gptq", {"calibration": [[1, 2]]}, "calibration holds .*give batches of token ids"),
         ("int4", {"group_size": 33}, "group_size is 33; choose one of 32, 64 and 128"),
         ("int4", {"group_size": 64}, "has 96 columns, which groups of 64 do not divide"),
     ],

@@ -22,7 +22,6 @@ import torch
 from minillm.checks import brief
 from minillm.devices import device_and_dtype
 from minillm.model import Decoder
-from minillm.quantize import SCHEMES
 from minillm.tokenizer import Tokenizer
 from minillm.weights.build import Checkpoint, build, parameter_sources
 from minillm.weights.default import fetch_default
@@ -52,7 +51,7 @@ def load(
     A folder without tokenizer files gives (model, None). Raises FileNotFoundError or ValueError in
     one sentence.
     """
-    scheme = dtype if dtype in SCHEMES else None
+    scheme = dtype if dtype in ("int8", "int4") else None
     device, dtype = device_and_dtype(device, "bfloat16" if scheme else dtype)
     # os.path answers False where a Path's methods raise: for a user or a name that cannot exist.
     path = fetch_default() if source is None else Path(os.path.expanduser(source))

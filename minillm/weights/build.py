@@ -8,7 +8,7 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minillm.checks import brief
 from minillm.config import ModelConfig
@@ -76,12 +76,17 @@ def build(
     _check_tensors(checkpoint, {k: shape for part in sources.values() for k, shape in part.items()})
     with torch.device("meta"):  # no memory, no random numbers
         model = Decoder(config)
-    model.to(dtype).to_empty(device=device)
-    if config.tie_embeddings:
-        model.head.weight = model.embed.weight
-    if scheme is not None:
-        # Memory that is only reserved, and never written, costs nothing.
+    model.to(dtype)
+    if scheme is None:
+        model.to_empty(device=device)
+        if config.tie_embeddings:
+            model.head.weight = model.embed.weight
+    else:  # matrix by matrix, so that they never lie there in 16 bits all at once
         model = with_matrices(model, partial(_matrix, checkpoint, sources, device, scheme))
+        for module in model.modules():
+            for name, p in module._parameters.items():
+                if p is not None:  # on the meta device so far
+                    module._parameters[name] = nn.Parameter(torch.empty_like(p, device=device))
     parameters = dict(model.named_parameters())
     for ours, parts in sources.items():
         if ours in parameters:
@@ -102,7 +107,7 @@ def _fill(checkpoint: Checkpoint, target: Tensor, parts: Shapes) -> None:
 def _matrix(
     checkpoint: Checkpoint, sources: dict[str, Shapes], device: torch.device, scheme: str,
     ours: str, linear: Linear,
-) -> Grid:  # fmt: skip
+) -> tuple[Grid, None]:  # fmt: skip
     """One matrix on its grid: the file's own, if that is 4 bits and 4 are wanted."""
     parts = sources.get(f"{ours}.weight") or sources["embed.weight"]  # the head may be tied
     if scheme == "int4" and ours != "head":
@@ -112,10 +117,10 @@ def _matrix(
                 _check_finite(checkpoint, name, part.scale)
                 _check_finite(checkpoint, name, part.zero)
             fields = ([getattr(part, field) for part in own] for field in ("q", "scale", "zero"))
-            return Grid(*(torch.cat(field).to(device) for field in fields))
+            return Grid(*(torch.cat(field).to(device) for field in fields)), None
     weight = torch.empty(linear.weight.shape)
     _fill(checkpoint, weight, parts)
-    return on_grid(ours, weight.to(device), scheme)
+    return on_grid(ours, weight.to(device), scheme), None
 
 
 def _check_finite(checkpoint: Checkpoint, name: str, numbers: Tensor) -> None:

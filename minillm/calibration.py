@@ -1,0 +1,74 @@
+"""Calibration: what the matrices of a model are multiplied with, on text that it may meet.
+
+Cost: one forward pass over the text, and a K × K matrix of float32 for each matrix of K columns.
+Quantization that knows its inputs can put its error where they are small.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minillm.checks import brief
+from minillm.model import Decoder, Linear
+
+
+@dataclass
+class Inputs:
+    """Of one matrix (N, K): statistics of the n rows x (K,) that it was multiplied with.
+
+    largest (K,): the largest magnitude in each column. mean (K,): the mean magnitude.
+    moments (K, K): the mean of x xᵀ.
+    """
+
+    largest: Tensor
+    mean: Tensor
+    moments: Tensor
+    n: int = 0
+
+    def add(self, x: Tensor) -> None:
+        """More rows, (…, K)."""
+        x = x.detach().flatten(0, -2).float()
+        total = self.n + len(x)
+        self.largest = torch.maximum(self.largest, x.abs().amax(0))
+        self.mean += (x.abs().sum(0) - len(x) * self.mean) / total
+        self.moments += (x.T @ x - len(x) * self.moments) / total
+        self.n = total
+
+
+@torch.inference_mode()
+def collect(model: Decoder, calibration: Iterable[Tensor]) -> dict[str, Inputs]:
+    """The inputs of every Linear but the head by its name, over batches of token ids (B, T).
+
+    ValueError if there is no batch.
+    """
+    found: dict[str, Inputs] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        if type(module) is Linear and name != "head":
+            zeros = partial(torch.zeros, device=module.weight.device)
+            K = module.in_features
+            found[name] = Inputs(zeros(K), zeros(K), zeros(K, K))
+            hooks.append(module.register_forward_pre_hook(partial(_add, found[name])))
+    try:
+        n = 0
+        for tokens in calibration:
+            if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+                raise ValueError(
+                    f"calibration holds {brief(tokens)}; give batches of token ids, tensors (B, T)."
+                )
+            model.hidden(tokens.to(model.device))
+            n += 1
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not n:
+        raise ValueError("calibration is empty; give at least one batch of token ids (B, T).")
+    return found
+
+
+def _add(inputs: Inputs, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    inputs.add(arguments[0])

@@ -1,0 +1,73 @@
+"""How good is a model, and how far from another one: perplexity, KL divergence, agreement.
+
+Sources: Jelinek et al. 1977 (perplexity); Kullback and Leibler 1951; Dutta et al. 2024 ("Accuracy
+is Not All You Need"), who show that two models of equal perplexity may differ in many answers, and
+that the KL divergence tells.
+Cost: a forward pass over the text for each model.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minillm.checks import check_whole
+from minillm.model import Decoder
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one model's predictions from another's, over a text.
+
+    kl: mean KL(reference ‖ model) of the next token's distribution, in nats. agreement: the share
+    of places where both find the same token likeliest.
+    """
+
+    kl: float
+    agreement: float
+
+
+def perplexity(model: Decoder, ids: Sequence[int], window: int = 512) -> float:
+    """exp of the mean cross entropy of each token, given those before it in its window.
+
+    ids: at least two. The text is cut into windows of so many tokens, the last one shorter.
+    """
+    total, n = 0.0, 0
+    for tokens in _windows(model, ids, window):
+        logits = _logits(model, tokens)[:-1]
+        total += float(F.cross_entropy(logits, tokens[0, 1:], reduction="sum"))
+        n += len(logits)
+    return math.exp(total / n)
+
+
+def difference(
+    model: Decoder, reference: Decoder, ids: Sequence[int], window: int = 512
+) -> Difference:
+    """How far `model` is from `reference` on a text, cut as in `perplexity`."""
+    kl, same, n = 0.0, 0, 0
+    for tokens in _windows(model, ids, window):
+        mine = _logits(model, tokens).log_softmax(-1)
+        theirs = _logits(reference, tokens.to(reference.device)).log_softmax(-1).to(mine.device)
+        kl += float(F.kl_div(mine, theirs, log_target=True, reduction="sum"))
+        same += int((mine.argmax(-1) == theirs.argmax(-1)).sum())
+        n += len(mine)
+    return Difference(kl / n, same / n)
+
+
+def _windows(model: Decoder, ids: Sequence[int], window: int) -> Iterator[Tensor]:
+    """Token ids (1, T), T at least 2."""
+    check_whole("window", window, least=2)
+    if len(ids) < 2:
+        raise ValueError(f"ids holds {len(ids)} tokens; give at least two, to predict one of them.")
+    for start in range(0, len(ids), window):
+        if len(piece := ids[start : start + window]) > 1:
+            yield torch.tensor([list(piece)], device=model.device)
+
+
+@torch.inference_mode()
+def _logits(model: Decoder, tokens: Tensor) -> Tensor:
+    """(T, V) in float32."""
+    return model(tokens)[0].float()

@@ -1,0 +1,59 @@
+"""GPTQ: round a column, and let the columns after it make up for the error.
+
+Source: Frantar et al. 2022, section 3 and algorithm 1; the formula for the others' correction is
+that of Hassibi and Stork 1993 (optimal brain surgeon).
+Cost: a Cholesky factorization, K³/3, and N · K² for the corrections.
+
+Rounding each number to its nearest step is best for the number, not for the product. What counts
+is Σ (w x - q x)² over the inputs x, that is E M Eᵀ for each row's error E, with M the mean of x xᵀ.
+When column j is rounded with an error, that sum is least if the later columns move by
+
+    - error / U[j, j] · U[j, j + 1 :]        U: the upper Cholesky factor of M⁻¹
+
+and all rows share U, since M does not depend on them. A group's scale is found when its first
+column is reached, from the columns as they are by then.
+"""
+
+import torch
+from torch import Tensor
+
+from minillm.grid import Grid, to_int4
+
+DAMPING = 0.01
+"""Of the mean of M's diagonal, added to it: columns that were never used leave M singular."""
+
+
+def gptq(
+    weight: Tensor, moments: Tensor, group_size: int, *, bits: int = 4, symmetric: bool = False
+) -> Grid:
+    """weight (N, K) on a 4-bit grid in groups, with moments (K, K), the mean of x xᵀ."""
+    w, U = weight.float().clone(), _factor(moments)
+    groups = []
+    for start in range(0, w.shape[1], group_size):
+        part = slice(start, start + group_size)
+        block, u = w[:, part], U[part, part]
+        scales = to_int4(block, group_size, bits=bits, symmetric=symmetric)
+        steps = 2 ** (bits - 1) - 1
+        low, high = (8 - steps, 8 + steps) if symmetric else (0, 2**bits - 1)
+        scale, zero = scales.scale.float(), scales.zero.float()  # (N, 1) each
+        step = torch.where(scale > 0, scale, torch.ones_like(scale))
+        q, errors = torch.empty_like(scales.q), torch.empty_like(block)
+        for j in range(group_size):
+            column = block[:, j : j + 1]
+            chosen = (((column - zero) / step).round() + 8).clamp(low, high)
+            q[:, j : j + 1] = chosen.to(torch.uint8)
+            error = (column - (scale * (chosen - 8) + zero)) / u[j, j]
+            errors[:, j : j + 1] = error
+            block[:, j + 1 :] -= error * u[j, j + 1 :]  # in place: later columns of w
+        w[:, part.stop :] -= errors @ U[part, part.stop :]
+        groups.append(Grid(q, scales.scale, scales.zero))
+    fields = ([getattr(group, field) for group in groups] for field in ("q", "scale", "zero"))
+    return Grid(*(torch.cat(field, 1) for field in fields))
+
+
+def _factor(moments: Tensor) -> Tensor:
+    """The upper Cholesky factor of the inverse, (K, K)."""
+    diagonal = moments.diagonal()
+    damped = moments.float() + DAMPING * diagonal.mean() * torch.eye(len(moments)).to(moments)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    return torch.linalg.cholesky(inverse, upper=True)
