@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import struct
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -461,7 +460,7 @@ def test_a_cache_folder_that_is_full_or_not_ours(
         def fail(*_: object, error: OSError = error, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr(tempfile, "TemporaryDirectory", fail)
+        monkeypatch.setattr(Path, "mkdir", fail)
         refused(fetch_default, rf"The cache folder .* cannot be used \({error.strerror}\)")
 
 
