@@ -37,12 +37,12 @@ def interpreted() -> bool:
 
 def why_not_triton(q: Tensor, scale: float) -> str | None:
     """A sentence that says why the attention kernels can't take this input, or None."""
-    if q.shape[-1] > MAX_D:
+    if _HAS_TRITON and q.shape[-1] > MAX_D:
         return (
             f"backend 'triton' takes heads of at most {MAX_D} dimensions, not {q.shape[-1]}; "
             "use 'sdpa'."
         )
-    if not scale > 0:
+    if _HAS_TRITON and not scale > 0:
         return f"backend 'triton' needs a scale above 0, not {scale}; use 'sdpa'."
     return why_not_here(q, "backend 'triton'", "use 'sdpa' or 'tiled'")
 
