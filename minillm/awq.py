@@ -25,11 +25,12 @@ def awq(
     best = None
     for i in range(STEPS):
         s = (inputs.mean.clamp(min=1e-4) ** (i / STEPS)).clamp(min=1e-4)
-        s = (s / (s.max() * s.min()).sqrt()).bfloat16().float()
-        grid = to_int4(weight.float() * s, group_size, bits=bits, symmetric=symmetric)
-        found = output_error(grid.dequantized() / s - weight.float(), inputs.moments)
+        # What the input is multiplied with is rounded first, so that W is scaled by its inverse.
+        columns = ((s.max() * s.min()).sqrt() / s).bfloat16().float()
+        grid = to_int4(weight.float() / columns, group_size, bits=bits, symmetric=symmetric)
+        found = output_error(grid.dequantized() * columns - weight.float(), inputs.moments)
         if best is None or found < best[0]:
-            best = found, grid, 1 / s
+            best = found, grid, columns
     return best[1], best[2]
 
 
