@@ -40,11 +40,13 @@ class Inputs:
 
 
 @torch.inference_mode()
-def collect(model: Decoder, calibration: Iterable[Tensor]) -> dict[str, Inputs]:
-    """The inputs of every Linear but the head by its name, over batches of token ids (B, T).
+def collect(model: Decoder, calibration: Tensor | Iterable[Tensor]) -> dict[str, Inputs]:
+    """The inputs of every Linear but the head by its name.
 
-    ValueError if there is no batch.
+    calibration: a batch of token ids (B, T), or several. ValueError if there is none.
     """
+    if isinstance(calibration, Tensor):
+        calibration = [calibration]
     found: dict[str, Inputs] = {}
     hooks = []
     for name, module in model.named_modules():

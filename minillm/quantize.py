@@ -159,7 +159,7 @@ def quantize(model: Decoder, scheme: str, **options: Any) -> Decoder:
 
     scheme: "int8", "int4", "gptq" or "awq". Options of all but int8: group_size, 32, 64 or 128;
     symmetric, whether the grid is centred on 0; bits, 2 to 4, of the 4 that are stored. gptq and
-    awq need calibration: batches of token ids, tensors (B, T).
+    awq need calibration: a batch of token ids, a tensor (B, T), or several.
     Raises ValueError for an unknown scheme or option, a group size that does not divide a matrix's
     columns, missing calibration, numbers that are not finite, and a model quantized already.
     """
@@ -192,7 +192,7 @@ class Options:
     group_size: int = 32
     symmetric: bool = False
     bits: int = 4
-    calibration: Iterable[Tensor] | None = None
+    calibration: Tensor | Iterable[Tensor] | None = None
 
 
 def _checked(scheme: str, options: dict[str, Any]) -> dict[str, Any]:

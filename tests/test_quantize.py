@@ -261,7 +261,7 @@ def test_models_with_calibration(scheme):
     """The matrices are those that the scheme makes, and computed with as they are stored."""
     model = lively(size=0.05, **SIZES)
     batches = [torch.randint(0, 97, (4, 40), generator=torch.Generator().manual_seed(0))]
-    small = quantize(model, scheme, calibration=batches, group_size=32)
+    small = quantize(model, scheme, calibration=batches[0], group_size=32)
     inputs = collect(model, batches)["layers.1.down"]
     w, layer = model.layers[1].down.weight, small.layers[1].down
     grid, columns = (gptq(w, inputs.moments, 32), None) if scheme == "gptq" else awq(w, inputs, 32)
