@@ -50,7 +50,6 @@ class DecodeRows:
                 first = i * self._tables.shape[1]
                 places.extend(range(first + known, first + len(table.blocks)))
                 blocks.extend(table.blocks[known:])
-        for i, table in enumerate(tables):
             self._held[i], table.copied = table, len(table.blocks)
         # A sequence that has moved to another row must not be taken as known in its old one.
         self._held[len(tables) :] = [None] * (len(self._held) - len(tables))

@@ -17,7 +17,7 @@ column is reached, from the columns as they are by then.
 import torch
 from torch import Tensor
 
-from minillm.grid import Grid, to_int4
+from minillm.grid import Grid, divisor, to_int4
 
 DAMPING = 0.01
 """Of the mean of M's diagonal, added to it: columns that were never used leave M singular."""
@@ -36,7 +36,7 @@ def gptq(
         steps = 2 ** (bits - 1) - 1
         low, high = (8 - steps, 8 + steps) if symmetric else (0, 2**bits - 1)
         scale, zero = scales.scale.float(), scales.zero.float()  # (N, 1) each
-        step = torch.where(scale > 0, scale, torch.ones_like(scale))
+        step = divisor(scales.scale)
         q, errors = torch.empty_like(scales.q), torch.empty_like(block)
         for j in range(group_size):
             column = block[:, j : j + 1]

@@ -48,7 +48,7 @@ def to_int8(weight: Tensor) -> Grid:
     """Symmetric, one scale a row: the largest magnitude becomes 127."""
     w = weight.float()
     scale = _rounded(w.abs().amax(1) / 127)
-    q = (w / _divisor(scale)[:, None]).round().clamp(-127, 127)
+    q = (w / divisor(scale)[:, None]).round().clamp(-127, 127)
     return Grid(q.to(torch.int8), scale)
 
 
@@ -66,7 +66,7 @@ def to_int4(weight: Tensor, group_size: int, *, symmetric: bool = False, bits: i
         low, high = w.amin(-1), w.amax(-1)
         scale = _rounded((high - low) / (2**bits - 1))
         zero, least, most = _rounded(low + 8 * scale.float()), 0, 2**bits - 1
-    q = ((w - zero.float()[..., None]) / _divisor(scale)[..., None]).round() + 8
+    q = ((w - zero.float()[..., None]) / divisor(scale)[..., None]).round() + 8
     return Grid(q.clamp(least, most).flatten(1).to(torch.uint8), scale, zero)
 
 
@@ -87,7 +87,7 @@ def _rounded(scale: Tensor) -> Tensor:
     return scale.to(torch.bfloat16)
 
 
-def _divisor(scale: Tensor) -> Tensor:
+def divisor(scale: Tensor) -> Tensor:
     """The scale in float32, or 1 where all numbers are equal and nothing has to be divided."""
     scale = scale.float()
     return torch.where(scale > 0, scale, torch.ones_like(scale))

@@ -18,6 +18,7 @@ On a GPU `kernels/few_rows.py` multiplies up to 64 rows; more are multiplied in 
 Not here: quantized activations.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,7 @@ MOST_ROWS = 16
 """On a CPU, with more rows than this an int8 matrix is multiplied in bfloat16."""
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(nn.Module, ABC):
     """(x · columns) Wᵀ + bias for W (N, K) on a grid. Made for the device that the grid is on.
 
     columns (K,): what each column of x is multiplied with first, if anything.
@@ -57,13 +58,13 @@ class QuantizedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.register_buffer("columns", None if columns is None else columns.bfloat16())
 
+    @abstractmethod
     def dequantized(self) -> Tensor:
         """The matrix (N, K) that is computed with, in float32."""
-        raise NotImplementedError
 
+    @abstractmethod
     def product(self, x: Tensor) -> Tensor:
         """x (M, K) bfloat16 to (M, N)."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != torch.bfloat16:
@@ -163,7 +164,7 @@ def quantize(model: Decoder, scheme: str, **options: Any) -> Decoder:
     Raises ValueError for an unknown scheme or option, a group size that does not divide a matrix's
     columns, missing calibration, numbers that are not finite, and a model quantized already.
     """
-    given = Options(**_checked(scheme, options))
+    given = _checked(scheme, options)
     if any(isinstance(module, QuantizedLinear) for module in model.modules()):
         raise ValueError("The model is quantized already; quantize the one that it was made from.")
     for name, module in model.named_modules():
@@ -195,24 +196,23 @@ class Options:
     calibration: Tensor | Iterable[Tensor] | None = None
 
 
-def _checked(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
+def _checked(scheme: str, options: dict[str, Any]) -> Options:
     if scheme not in SCHEMES:
         raise ValueError(f"scheme is {brief(scheme)}; choose one of {', '.join(SCHEMES)}.")
     for name in options:
         if name not in SCHEMES[scheme]:
             known = ", ".join(SCHEMES[scheme]) or "none"
             raise ValueError(f"Scheme {scheme} has no option {name}; it has {known}.")
-    if options.get("group_size", 32) not in GROUP_SIZES:
-        raise ValueError(
-            f"group_size is {brief(options['group_size'])}; choose one of 32, 64 and 128."
-        )
-    if options.get("bits", 4) not in (2, 3, 4):
-        raise ValueError(f"bits is {brief(options['bits'])}; choose 2, 3 or 4.")
-    if "calibration" in SCHEMES[scheme] and options.get("calibration") is None:
+    given = Options(**options)
+    if given.group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size is {brief(given.group_size)}; choose one of 32, 64 and 128.")
+    if given.bits not in (2, 3, 4):
+        raise ValueError(f"bits is {brief(given.bits)}; choose 2, 3 or 4.")
+    if "calibration" in SCHEMES[scheme] and given.calibration is None:
         raise ValueError(
             f"Scheme {scheme} needs calibration: batches of token ids, tensors (B, T)."
         )
-    return options
+    return given
 
 
 def _check_groups(name: str, weight: Tensor, options: Options) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from minillm.checks import brief
-from minillm.grid import pack, unpack
+from minillm.grid import divisor, pack, unpack
 from minillm.kv_cache import KVCache, Rows
 from minillm.model import Decoder
 
@@ -69,10 +69,10 @@ class QuantizedRows(Rows):
         """x (…, K, D) as stored, with scales (…, K, 1 or 2)."""
         if self.bits == 8:
             scale = (x.abs().amax(-1, keepdim=True) / 127).half()
-            return (x / _divisor(scale)).round().clamp(-127, 127).to(torch.int8), scale
+            return (x / divisor(scale)).round().clamp(-127, 127).to(torch.int8), scale
         low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
         scale, minimum = ((high - low) / 15).half(), low.half()
-        q = ((x - minimum.float()) / _divisor(scale)).round().clamp(0, 15).to(torch.uint8)
+        q = ((x - minimum.float()) / divisor(scale)).round().clamp(0, 15).to(torch.uint8)
         return pack(q.flatten(0, -2)).view(*q.shape[:-1], -1), torch.cat((scale, minimum), -1)
 
     def _dequantized(self, stored: Tensor, scales: Tensor) -> Tensor:
@@ -81,12 +81,6 @@ class QuantizedRows(Rows):
         q = unpack(stored.flatten(0, -2)).view(*stored.shape[:-1], -1)
         scale, minimum = scales.to(self.dtype).chunk(2, -1)
         return q.to(self.dtype) * scale + minimum
-
-
-def _divisor(scale: Tensor) -> Tensor:
-    """In float32, with 1 for a row of zeros."""
-    scale = scale.float()
-    return torch.where(scale > 0, scale, torch.ones_like(scale))
 
 
 class QuantizedKVCache(KVCache):

@@ -89,7 +89,7 @@ def test_a_part_that_hangs_or_dies_costs_no_other(tmp_path, monkeypatch, capfd):
 
 
 def test_a_failing_configuration_is_a_gap(tmp_path):
-    from minillm.bench.gpu_kernels import _time
+    from minillm.bench.gpu_kernels import time_calls
     from minillm.bench.recording import Recording
 
     def broken() -> None:
@@ -97,11 +97,11 @@ def test_a_failing_configuration_is_a_gap(tmp_path):
 
     recording = Recording("gpu-x", CPU, {}, tmp_path)
     calls = iter([("bad", broken), ("good", lambda: None), ("too good", lambda: None)])
-    _time(recording, calls, "case", 1e-9, 1e30, "GB/s")
+    time_calls(recording, calls, "case", 1e-9, 1e30, memory=True)
     (good, _) = recording.document["rows"]
     assert good["gaps"] == {"case, bad": "out of resources"} and good["what"] == "case, good"
     assert recording.document["gaps"] == {"case, bad": "out of resources"}
-    _time(recording, iter([("too fast", lambda: None)]), "case", 1e9, 1.0, "GB/s")
+    time_calls(recording, iter([("too fast", lambda: None)]), "case", 1e9, 1.0, memory=True)
     row = recording.document["rows"][-1]
     assert row["over_bound"] > 1 and "of_bound" not in row  # kept, and marked
     assert json.loads(recording.path.read_text()) == recording.document

@@ -33,14 +33,18 @@ def _bounds(recording: Recording, tiny: bool) -> tuple[float, float]:
     return matmul_peak(device, _dtype(device)), read_bandwidth(device, _dtype(device))
 
 
-def _time(
-    recording: Recording, calls: Named, label: str, work: float, bound: float, unit: str,
-    *, as_graph: bool = False, scale: float = 1e12,
+def time_calls(
+    recording: Recording, calls: Named, label: str, work: float, bound: float,
+    *, memory: bool = False,
 ) -> None:  # fmt: skip
-    """A row for each call: work per second in units of `scale`; one that fails is a gap."""
+    """A row for each call, its work per second against `bound`; one that fails is a gap.
+
+    work: FLOPs, or with `memory` bytes of kernels so short that they are timed as a graph.
+    """
+    scale, unit = (1e9, "GB/s") if memory else (1e12, "TFLOP/s")
     for name, call in calls:
         try:
-            speed = work / kernel_seconds(call, recording.device, as_graph=as_graph)
+            speed = work / kernel_seconds(call, recording.device, as_graph=memory)
             report(recording, f"{label}, {name}", speed / scale, unit, of_bound=speed / bound)
         except Exception as error:  # a compiler's, a driver's: the others are still wanted
             recording.gap(f"{label}, {name}", str(error).partition("\n")[0] or repr(error))
@@ -75,7 +79,7 @@ def forward(recording: Recording, tiny: bool) -> None:
             peers = attention_peers(device)
             for peer in ("flash", "cudnn"):
                 calls[peer] = partial(peers[peer], q, k, v, True)
-        _time(recording, iter(calls.items()), f"forward, D {D}, N {N}", flops, peak, "TFLOP/s")
+        time_calls(recording, iter(calls.items()), f"forward, D {D}, N {N}", flops, peak)
 
 
 def specialized(recording: Recording, tiny: bool) -> None:
@@ -86,7 +90,7 @@ def specialized(recording: Recording, tiny: bool) -> None:
     for D, N, q, k, v, flops in _prompts(recording, tiny):
         run = partial(kernel.flash_forward, q, k, v, True, D**-0.5)
         calls = ((_config_name(c), partial(run, c)) for c in kernel.candidates(D))
-        _time(recording, calls, f"forward, D {D}, N {N}", flops, peak, "TFLOP/s")
+        time_calls(recording, calls, f"forward, D {D}, N {N}", flops, peak)
 
 
 def _prompts(
@@ -128,7 +132,7 @@ def backward(recording: Recording, tiny: bool) -> None:
             calls = ((_config_name(config), partial(call, config)) for config in configs)
             # The forward pass has 2 products; dK and dV take 4, dQ takes 3.
             work = flops * (2 if kind == "dkv" else 1.5)
-            _time(recording, calls, f"{kind}, D {D}, N {N}", work, peak, "TFLOP/s")
+            time_calls(recording, calls, f"{kind}, D {D}, N {N}", work, peak)
 
 
 def decode_attention(recording: Recording, tiny: bool) -> None:
@@ -163,7 +167,7 @@ def decode_attention(recording: Recording, tiny: bool) -> None:
                 all_caches = partial(_each, [partial(attend, q, k, v) for k, v in caches])
                 calls = iter([(f"{each} programs a processor", all_caches)])
                 work = n_bytes * n_caches
-                _time(recording, calls, label, work, bandwidth, "GB/s", as_graph=True, scale=1e9)
+                time_calls(recording, calls, label, work, bandwidth, memory=True)
     n, length = (2, 64) if tiny else (64, 2048)
     both = paged_and_contiguous(device, n, length)
     work = 2 * n * length * 8 * 128 * (2 if device.type == "cuda" else 4)
@@ -172,10 +176,10 @@ def decode_attention(recording: Recording, tiny: bool) -> None:
         before, paged_attention.config = paged_attention.config, lambda *_, c=chosen: c
         calls = iter([(f"{stages} stages", both["paged"])])
         label = f"paged, {n} sequences of {length}"
-        _time(recording, calls, label, work, bandwidth, "GB/s", as_graph=True, scale=1e9)
+        time_calls(recording, calls, label, work, bandwidth, memory=True)
         paged_attention.config = before
     calls = iter([("contiguous", both["contiguous"])])
-    _time(recording, calls, label, work, bandwidth, "GB/s", as_graph=True, scale=1e9)
+    time_calls(recording, calls, label, work, bandwidth, memory=True)
 
 
 def matrices(recording: Recording, tiny: bool) -> None:
@@ -198,7 +202,7 @@ def matrices(recording: Recording, tiny: bool) -> None:
                 work = sum(t.nbytes for copy in copies for t in copy)
                 calls = iter([(form, partial(_each, [partial(product, x, *c) for c in copies]))])
                 label = f"{name} ({N} × {K}), {M} rows"
-                _time(recording, calls, label, work, bandwidth, "GB/s", as_graph=True, scale=1e9)
+                time_calls(recording, calls, label, work, bandwidth, memory=True)
 
 
 def _stored_forms(

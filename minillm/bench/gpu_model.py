@@ -26,7 +26,8 @@ from minillm.model import Decoder
 from minillm.workload import azure_load, serve
 
 
-def _model(recording: Recording, tiny: bool) -> Decoder:
+def large_model(recording: Recording, tiny: bool) -> Decoder:
+    """Llama-3-8B's shapes, or a model of one small layer."""
     if not tiny:
         return random_model("llama-3-8b", recording.device)
     sizes = {"n_layers": 1, "d_model": 32, "n_heads": 2, "n_kv_heads": 1, "d_head": 16, "d_ff": 48}
@@ -36,7 +37,7 @@ def _model(recording: Recording, tiny: bool) -> Decoder:
 
 def model(recording: Recording, tiny: bool) -> None:
     """One user: eager, with the fused kernels off, as a graph; a replay alone, kernel by kernel."""
-    device, large = recording.device, _model(recording, tiny)
+    device, large = recording.device, large_model(recording, tiny)
     n, prompt = (3, [1, 2, 3]) if tiny else (64, list(range(8)))
     bandwidth = 1e18 if tiny else read_bandwidth(device, large.dtype)
     n_bytes = costs.decode_bytes(large.config, 1, len(prompt) + n // 2, dtype_name(large.dtype))
@@ -90,7 +91,7 @@ def _profile(recording: Recording, name: str, replay: Callable[[], None]) -> Non
 
 def engine(recording: Recording, tiny: bool) -> None:
     """Many requests: tokens per second, time by part of a step, compilations on the way."""
-    device, large = recording.device, _model(recording, tiny)
+    device, large = recording.device, large_model(recording, tiny)
     on_gpu = device.type == "cuda"
     sizes = {"n_blocks": 40, "max_seqs": 4, "max_batch_tokens": 64}
     if not tiny:

@@ -10,8 +10,8 @@ import torch
 
 from minillm.bench.attention import attention_peers
 from minillm.bench.gpu import report
-from minillm.bench.gpu_kernels import _time
-from minillm.bench.gpu_model import _model
+from minillm.bench.gpu_kernels import time_calls
+from minillm.bench.gpu_model import large_model
 from minillm.bench.models import random_model
 from minillm.bench.peers import has, transformers_generate, transformers_twin
 from minillm.bench.recording import Recording, alternate
@@ -35,7 +35,7 @@ def flex(recording: Recording, tiny: bool) -> None:
         q, k, v = torch.randn(3, B, N, H, D, device=device, dtype=torch.bfloat16)
         calls = ((name, partial(peer, q, k, v, True)) for name, peer in peers.items())
         flops = 4 * B * H * N**2 * D / 2
-        _time(recording, calls, f"forward, D {D}, N {N}", flops, peak, "TFLOP/s")
+        time_calls(recording, calls, f"forward, D {D}, N {N}", flops, peak)
 
 
 def transformers(recording: Recording, tiny: bool) -> None:
@@ -46,7 +46,7 @@ def transformers(recording: Recording, tiny: bool) -> None:
     presets = [None] if tiny else ["smollm2-135m", "llama-3-8b"]
     n, repeats = (3, 1) if tiny else (64, 3)
     for preset in presets:
-        model = random_model(preset, device) if preset else _model(recording, tiny)
+        model = random_model(preset, device) if preset else large_model(recording, tiny)
         twin, prompt = transformers_twin(model), list(range(1, 9))
         calls = {
             "minillm": partial(generate, model, prompt, n),
