@@ -14,13 +14,14 @@ def card(config: ModelConfig, hardware: Hardware, batch: int, seq: int, dtype: s
         raise ValueError(
             f"--seq is {seq}; {config.name} was trained for at most {config.max_seq_len} positions."
         )
-    total, weights = costs.param_count(config), costs.weight_bytes(config, dtype)
-    cache = costs.kv_cache_bytes(config, batch, seq, dtype)
-    per_token = costs.kv_bytes_per_token(config, dtype)
+    total, weights = costs.param_count(config), _weight_bytes(config, dtype)
+    cache = costs.kv_cache_bytes(config, batch, seq, _cache_dtype(dtype))
+    per_token = costs.kv_bytes_per_token(config, _cache_dtype(dtype))
     prompt_flops = costs.prefill_flops(config, seq, last_logits_only=True)
     token_flops = costs.decode_flops(config, seq)
-    intensity = costs.decode_intensity(config, batch, seq, dtype)
+    intensity = batch * token_flops / _step_bytes(config, batch, seq, dtype)
     ridge = hardware.ridge_point(_arithmetic(hardware, dtype))
+    bits = f", {8 * weights / total:.2f} bits a parameter" if _quantized(dtype) else ""
     parts = [
         f"  {part:<14} {n:>18,}  {n / total:6.1%}"
         for part, n in costs.param_breakdown(config).items()
@@ -31,7 +32,7 @@ def card(config: ModelConfig, hardware: Hardware, batch: int, seq: int, dtype: s
         "",
         f"parameters       {total:>18,}",
         *parts,
-        f"weights          {weights / 1e9:>15.2f} GB  ({weights / 2**30:.2f} GiB)",
+        f"weights          {weights / 1e9:>15.2f} GB  ({weights / 2**30:.2f} GiB{bits})",
         f"KV cache         {cache / 1e9:>15.2f} GB  ({per_token:,} bytes a token)",
         "",
         f"prefill          {prompt_flops / 1e12:>12.2f} TFLOP  for one prompt of {seq} tokens",
@@ -41,6 +42,33 @@ def card(config: ModelConfig, hardware: Hardware, batch: int, seq: int, dtype: s
         *_bounds(config, hardware, batch, seq, dtype),
     ]
     return "\n".join(lines)
+
+
+def _quantized(dtype: str) -> bool:
+    return dtype in ("int8", "int4")
+
+
+def _weight_bytes(config: ModelConfig, dtype: str) -> int:
+    """All that is stored: int8 and int4 come with their scales, and an int8 head."""
+    return (costs.quantized_bytes if _quantized(dtype) else costs.weight_bytes)(config, dtype)
+
+
+def _read_bytes(config: ModelConfig, dtype: str) -> int:
+    """Of the weights, by each pass: not an embedding of its own, nor a table of positions."""
+    kept = _cache_dtype(dtype)
+    unread = costs.weight_bytes(config, kept) - costs.weight_read_bytes(config, kept)
+    return _weight_bytes(config, dtype) - unread
+
+
+def _cache_dtype(dtype: str) -> str:
+    """Weights in 8 or 4 bits leave the cache in 16."""
+    return "bfloat16" if _quantized(dtype) else dtype
+
+
+def _step_bytes(config: ModelConfig, batch: int, seq: int, dtype: str) -> int:
+    """That a decode step reads: the weights, and each sequence's cache."""
+    cache = costs.kv_cache_read_bytes(config, batch, seq, _cache_dtype(dtype))
+    return _read_bytes(config, dtype) + cache
 
 
 def _arithmetic(hardware: Hardware, dtype: str) -> str:
@@ -55,7 +83,7 @@ def _arithmetic(hardware: Hardware, dtype: str) -> str:
 
 def _bounds(config: ModelConfig, hardware: Hardware, batch: int, seq: int, dtype: str) -> list[str]:
     """Least times and the largest batch, or how many chips the weights need."""
-    memory, weights = hardware.memory_bytes, costs.weight_bytes(config, dtype)
+    memory, weights = hardware.memory_bytes, _weight_bytes(config, dtype)
     if weights > memory:
         n = -(-weights // memory)
         return [
@@ -64,12 +92,12 @@ def _bounds(config: ModelConfig, hardware: Hardware, batch: int, seq: int, dtype
         ]
     arithmetic = _arithmetic(hardware, dtype)
     prompt_flops = costs.prefill_flops(config, seq, last_logits_only=True)
-    weights_read = costs.weight_read_bytes(config, dtype)
-    first = roofline_seconds(hardware, prompt_flops, weights_read, arithmetic)
+    first = roofline_seconds(hardware, prompt_flops, _read_bytes(config, dtype), arithmetic)
     step_flops = batch * costs.decode_flops(config, seq)
-    step_bytes = costs.decode_bytes(config, batch, seq, dtype)
+    step_bytes = _step_bytes(config, batch, seq, dtype)
     step = roofline_seconds(hardware, step_flops, step_bytes, arithmetic)
-    largest = costs.max_batch_size(config, seq, memory, dtype)
+    one = max(1, costs.kv_cache_bytes(config, 1, seq, _cache_dtype(dtype)))
+    largest = (memory - weights) // one
     lines = [
         f"prefill bound    {first * 1e3:>15.2f} ms  for one prompt",
         f"decode bound     {step * 1e3:>15.2f} ms  a step, {batch / step:,.0f} tokens/s",

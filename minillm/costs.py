@@ -10,8 +10,8 @@ key/value heads, D head dimension, F feed-forward width, V vocabulary):
 Sources: Kaplan et al. 2020, section 2.1 (2 FLOPs per parameter and token); Pope et al. 2022,
 section 2 (memory and compute of inference). A multiply-add counts as 2 FLOPs. Counted: every matrix
 product, attention scores and the head. Not counted: norms, softmax, rotary positions, activations,
-sampling (together about 1% or less), and the scales that real quantized formats store beside their
-integers (lesson 09).
+sampling (together about 1% or less). The scales that quantized formats store beside their integers
+are counted by `quantized_bytes` alone.
 Everything is exact integer arithmetic on a `ModelConfig`; no tensors.
 """
 
@@ -96,6 +96,40 @@ def _bytes(n_numbers: int, dtype: Any) -> int:
 def weight_bytes(config: ModelConfig, dtype: Any) -> int:
     """Bytes that hold all parameters in `dtype` (rounded up to whole bytes)."""
     return _bytes(param_count(config), dtype)
+
+
+def quantized_bytes(config: ModelConfig, dtype: str, group_size: int = 32) -> int:
+    """Bytes that a model takes as `minillm.quantize` stores it in "int8" or "int4".
+
+    int8: a byte a number and a 16-bit scale a row. int4: half a byte, and 16 bits each of scale and
+    zero for each group. The head is int8 in both, and a tied embedding is looked up from it. Norms,
+    biases and an embedding of its own have 16 bits.
+    Raises ValueError for another dtype, and for groups that do not divide a matrix's columns.
+    """
+    if dtype not in ("int8", "int4"):
+        raise ValueError(f"dtype is {dtype!r}; choose int8 or int4.")
+    c, heads, vocabulary = (
+        config,
+        config.n_heads * config.d_head,
+        config.vocab_size * config.d_model,
+    )
+    up = (2 if c.mlp == "swiglu" else 1) * c.d_ff  # rows: gate and up, or up
+    qkv = heads + 2 * c.n_kv_heads * c.d_head
+    shapes = ((qkv, c.d_model), (c.d_model, heads), (up, c.d_model), (c.d_model, c.d_ff))
+    layer = 0
+    for rows, columns in shapes:
+        if dtype == "int8":
+            layer += rows * columns + 2 * rows
+        elif columns % group_size == 0:
+            layer += rows * columns // 2 + 4 * rows * (columns // group_size)
+        else:
+            raise ValueError(
+                f"{c.name} has a matrix of {columns} columns, which groups of {group_size} do not "
+                "divide; choose a smaller group_size."
+            )
+    in_matrices = c.n_layers * sum(rows * columns for rows, columns in shapes) + vocabulary
+    head = vocabulary + 2 * c.vocab_size
+    return c.n_layers * layer + head + 2 * (param_count(config) - in_matrices)
 
 
 def weight_read_bytes(config: ModelConfig, dtype: Any) -> int:

@@ -121,7 +121,8 @@ class DecodeGraphs:
     def __init__(self, model: Decoder, cache: PagedKVCache, max_seqs: int):
         if why_not := why_no_graphs(model, cache.backend):
             raise ValueError(why_not)
-        if (stored := cache.rows.layers[0][0].dtype) != model.dtype:
+        _, stored, *scales = (x.dtype for x in cache.rows.layers[0])
+        if stored != model.dtype and not scales:
             raise ValueError(
                 f"cuda_graphs needs a cache that the kernels read as it is, in {model.dtype}, and "
                 f"this one holds {stored}; leave it off."

@@ -6,15 +6,17 @@ that the KL divergence tells.
 Cost: a forward pass over the text for each model.
 """
 
+import importlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.checks import check_whole
+from minillm.checks import brief, check_whole
 from minillm.model import Decoder
 
 
@@ -28,6 +30,20 @@ class Difference:
 
     kl: float
     agreement: float
+
+
+def evaluation_text(name: str) -> str:
+    """A text that needs no download: "python", Python's own help on its language (`pydoc`).
+
+    Or "austen": the beginning of Jane Austen's "Persuasion" (1818; after the CRAN package
+    janeaustenr 1.0.0).
+    """
+    if name == "python":
+        topics = importlib.import_module("pydoc_data.topics").topics
+        return "\n\n".join(topics[key] for key in sorted(topics))
+    if name == "austen":
+        return (Path(__file__).parent / "data" / "austen.txt").read_text(encoding="utf-8")
+    raise ValueError(f"name is {brief(name)}; choose python or austen.")
 
 
 def perplexity(model: Decoder, ids: Sequence[int], window: int = 512) -> float:

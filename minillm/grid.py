@@ -22,9 +22,9 @@ GROUP_SIZES = (32, 64, 128)
 
 @dataclass(frozen=True)
 class Grid:
-    """A matrix (N, K) on its grid: q (N, K) int8, or uint8 for 4 bits.
+    """A matrix (N, K) on its grid: q (N, K) int8 or float8, or uint8 for 4 bits.
 
-    scale (N,) for int8; scale and zero (N, K / group) for int4, where zero is not None.
+    scale (N,) for 8 bits; scale and zero (N, K / group) for int4, where zero is not None.
     """
 
     q: Tensor
@@ -52,6 +52,14 @@ def to_int8(weight: Tensor) -> Grid:
     return Grid(q.to(torch.int8), scale)
 
 
+def to_float8(weight: Tensor) -> Grid:
+    """One scale a row: the largest magnitude becomes 448, the largest number of e4m3."""
+    w = weight.float()
+    scale = _rounded(w.abs().amax(1) / 448)
+    q = (w / divisor(scale)[:, None]).clamp(-448, 448)
+    return Grid(q.to(torch.float8_e4m3fn), scale)
+
+
 def to_int4(weight: Tensor, group_size: int, *, symmetric: bool = False, bits: int = 4) -> Grid:
     """In groups: the 16 steps reach from the least to the largest, or ±7 around 0 if symmetric.
 
@@ -71,16 +79,16 @@ def to_int4(weight: Tensor, group_size: int, *, symmetric: bool = False, bits: i
 
 
 def pack(q: Tensor) -> Tensor:
-    """4-bit numbers (N, K) as bytes (N, K / 2): number 2j in the low half of byte j, 2j + 1 above.
+    """4-bit numbers (…, K) as bytes (…, K / 2): number 2j in the low half of byte j, 2j + 1 above.
 
     K is even.
     """
-    return (q[:, ::2] | q[:, 1::2] << 4).contiguous()
+    return q[..., ::2] | q[..., 1::2] << 4
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """`pack` undone: bytes (N, K / 2) to numbers (N, K) from 0 to 15."""
-    return torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+    """`pack` undone: bytes (…, K / 2) to numbers (…, K) from 0 to 15."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
 def _rounded(scale: Tensor) -> Tensor:

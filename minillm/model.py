@@ -250,3 +250,20 @@ def replace_linears(model: Decoder, replacement: Callable[[str, Linear], nn.Modu
             parent, _, child = name.rpartition(".")
             setattr(replaced.get_submodule(parent), child, replacement(name, module))
     return replaced
+
+
+def check_plain(model: Decoder, what: str) -> None:
+    """ValueError unless every matrix is a plain Linear and holds finite numbers.
+
+    what: what is to be done, for the sentence: "quantize".
+    """
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] not in ("qkv", "out", "gate_up", "down", "head"):
+            continue
+        if type(module) is not Linear:
+            raise ValueError(
+                f"{name} is not a plain Linear but a {type(module).__name__} already; {what} the "
+                "model that this one was made from."
+            )
+        if not bool(module.weight.isfinite().all()):
+            raise ValueError(f"{name} holds numbers that are not finite; load the model again.")

@@ -20,8 +20,8 @@ from minillm.kernels import on_device_of, rows_contiguous, why_not_triton
 
 BACKENDS = ("auto", "reference", "triton", "sdpa")
 
-Pages = tuple[Tensor, Tensor]
-"""Keys and values of one layer, (n_blocks, P, K, D) each."""
+Pages = tuple[Tensor, ...]
+"""Keys and values of one layer, (n_blocks, P, K, D) each; if quantized, with the scales of both."""
 
 
 def paged_attention(
@@ -162,11 +162,12 @@ class RaggedLayout:
         """q (N, H, D) to (N, H, D).
 
         pages: one layer as it is stored. read: keys and values (…, P, K, D) of given blocks, in
-        the dtype of q. The Triton kernel reads the pages themselves, if they have that dtype.
+        the dtype of q. The Triton kernel reads the pages themselves, if they have that dtype or
+        come with scales.
         """
         if backend == "triton" or (backend == "auto" and q.is_cuda):
             why_not = why_not_triton(q, scale)
-            if why_not is None and pages[0].dtype != q.dtype:
+            if why_not is None and len(pages) == 2 and pages[0].dtype != q.dtype:
                 why_not = f"backend 'triton' reads pages of {q.dtype}, not {pages[0].dtype}."
             if backend == "triton" and why_not:
                 raise ValueError(why_not)
@@ -195,10 +196,11 @@ class RaggedLayout:
         if self.tiles is None:
             numbers = tiles(self.query_lens, block_r // group)
             self.tiles = torch.tensor(numbers, dtype=torch.int32, device=q.device)
-        q, k_pages, v_pages = (rows_contiguous(x) for x in (q, *pages))
+        q, k_pages, v_pages = (rows_contiguous(x) for x in (q, *pages[:2]))
+        scales = pages[2:] or None
         where = (self.tables, *self.lens, self.tiles)
         with on_device_of(q):
-            return paged_forward(q, k_pages, v_pages, *where, block_r, self.longest, scale)
+            return paged_forward(q, k_pages, v_pages, *where, block_r, self.longest, scale, scales)
 
 
 class _Together:

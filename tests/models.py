@@ -1,8 +1,10 @@
 """Models of the tests: small enough to run in milliseconds."""
 
 import torch
+from torch import Tensor
 
 from minillm import Decoder, ModelConfig
+from minillm.calibration import Inputs
 
 
 def tiny_config(**changes: object) -> ModelConfig:
@@ -24,3 +26,12 @@ def lively(seed: int = 0, *, size: float = 0.2, **changes: object) -> Decoder:
     for p in model.parameters():
         p += size * torch.randn_like(p)
     return model
+
+
+def inputs_of(x: Tensor) -> Inputs:
+    """What calibration finds about a matrix that was multiplied with x (n, K)."""
+    zeros = torch.zeros(x.shape[1])
+    inputs = Inputs(zeros, zeros.clone(), torch.zeros(x.shape[1], x.shape[1]))
+    for part in x.split(100):
+        inputs.add(part[None])
+    return inputs

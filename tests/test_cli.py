@@ -24,6 +24,16 @@ def test_count_prints_the_card(capsys):
     assert "                61  sequences" in out
 
 
+def test_count_knows_what_four_bits_really_take(capsys):
+    """Llama-2-7B: 5 bits a number in the layers, 8 in the head, 16 in the embedding."""
+    assert main(["count", "llama-2-7b", "--dtype", "int4"]) == 0
+    out = capsys.readouterr().out
+    layers, rows = 2_147_483_648 + 4_328_521_728, 131_072_000
+    total = layers * 5 // 8 + rows + 2 * 32000 + 2 * rows + 2 * 266_240
+    assert f"{total / 1e9:.2f} GB" in out and "5.27 bits a parameter" in out
+    assert "524,288 bytes a token" in out  # the cache stays in 16 bits
+
+
 def test_count_says_how_many_chips_a_large_model_needs(capsys):
     assert main(["count", "llama-2-70b"]) == 0
     assert "need 2 × h100" in capsys.readouterr().out

@@ -7,7 +7,7 @@ import torch
 from models import lively
 
 from minillm import quantize
-from minillm.evaluate import difference, perplexity
+from minillm.evaluate import difference, evaluation_text, perplexity
 
 SIZES = {"d_model": 64, "n_heads": 4, "n_kv_heads": 2, "d_head": 16, "d_ff": 96}
 
@@ -55,3 +55,11 @@ def test_refusals():
         perplexity(lively(), [3])
     with pytest.raises(ValueError, match="window"):
         perplexity(lively(), [3, 4], 1)
+
+
+def test_texts():
+    assert evaluation_text("austen").startswith("Sir Walter Elliot, of Kellynch Hall")
+    assert len(evaluation_text("austen")) == 59_974
+    assert 'The "assert" statement' in evaluation_text("python")
+    with pytest.raises(ValueError, match="name is 'shakespeare'; choose python or austen"):
+        evaluation_text("shakespeare")

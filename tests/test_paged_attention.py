@@ -414,6 +414,44 @@ def test_two_runs_give_equal_bits():
 
 
 @interpret
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("name", "D"),
+    [("decode", 64), ("mixed", 32), ("speculation, k = 4", 80), ("one sequence", 8)],
+)
+def test_quantized_pages(name, D, bits, dtype):
+    """Against the formula on what the stored numbers stand for; empty slots hold anything."""
+    from minillm.kernels import paged_attention
+    from minillm.quantized_kv import dequantized, rounded
+
+    case = make(BATCHES[name], 4, 2, D, 5, dtype=dtype)
+    pages, scales = [], []
+    for x in (case.k_pages, case.v_pages):
+        filled = torch.where(x.isnan(), 7.0, x.float())
+        q, found = rounded(filled, bits, -1)
+        x.copy_(dequantized(q.float(), tuple(s.float() for s in found)))
+        pages.append(q if bits == 8 else q[..., ::2] | q[..., 1::2] << 4)
+        scales.append(torch.cat(found, -1))
+    for i, (q, k, _) in enumerate(case.dense):
+        s = torch.arange(k.shape[1])
+        slots = case.tables[i, s // 5].long(), s % 5
+        case.dense[i] = (
+            q,
+            case.k_pages[slots][None].to(dtype),
+            case.v_pages[slots][None].to(dtype),
+        )
+    queries = case.query_lens.tolist()
+    rows = paged_attention.rows_of_a_tile(max(queries), 2, dtype)
+    tiles = torch.tensor(paged_attention.tiles(queries, rows // 2), dtype=torch.int32)
+    lens = case.seq_lens.contiguous(), case.query_lens.contiguous()
+    out = paged_attention.paged_forward(
+        case.q, *pages, case.tables, *lens, tiles, rows, int(max(lens[0])), 0.2, tuple(scales)
+    )
+    at_most_twice("output", out, case.expected(lambda *x: x, 0.2), case.expected(double, 0.2))
+
+
+@interpret
 def test_what_the_kernel_refuses():
     case = make([(1, 5)], 2, 1, 8, 4)
     for scale in (0.0, -1.0):
@@ -469,14 +507,18 @@ def test_tiles_cover_every_token_once(query_lens, tokens_a_tile):
 # Compiled for GPUs that need not be here
 
 
-def kernel_call(sequences: Sequences, H: int, K: int, D: int, dtype: torch.dtype) -> Any:
+def kernel_call(
+    sequences: Sequences, H: int, K: int, D: int, dtype: torch.dtype, bits: int = 16
+) -> Any:
     """What the package would launch; the pages' contents don't matter."""
     from gpu_compiler import recorded
 
     from minillm.kernels import flash_decode, paged_attention
 
     q = torch.empty(sum(T for T, _ in sequences), H, D, dtype=dtype)
-    pages = torch.empty(64, 16, K, D, dtype=dtype)
+    stored = {16: dtype, 8: torch.int8, 4: torch.uint8}[bits]
+    pages = torch.empty(64, 16, K, D // 2 if bits == 4 else D, dtype=stored)
+    scales = (torch.empty(64, 16, K, 2 if bits == 4 else 1, dtype=torch.float16),) * 2
     query_lens, seq_lens = (list(x) for x in zip(*sequences, strict=True))
     rows = paged_attention.rows_of_a_tile(max(query_lens), H // K, dtype)
     tiles = torch.tensor(paged_attention.tiles(query_lens, rows // (H // K)), dtype=torch.int32)
@@ -484,7 +526,7 @@ def kernel_call(sequences: Sequences, H: int, K: int, D: int, dtype: torch.dtype
     tables = torch.zeros(len(sequences), 64, dtype=torch.int32)
     arguments = (q, pages, pages, tables, *lens, tiles, rows, max(seq_lens), 0.1)
     with recorded(paged_attention) as launches, recorded(flash_decode):
-        paged_attention.paged_forward(*arguments)
+        paged_attention.paged_forward(*arguments, scales=None if bits == 16 else scales)
     (launch,) = launches
     assert launch.arguments["BLOCK_R"] == rows
     return launch
@@ -524,6 +566,25 @@ def test_compiled(sequences, H, dtype, D, capability):
         assert binary.buffers() >= 2 and binary.waits() > 0 and not binary.computed_twice()
     matrix = "mma.sync" in binary.ptx or "wgmma.mma_async" in binary.ptx
     assert matrix == (dtype != torch.float32) and "tf32" not in binary.ptx
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("D", "dtype"), [(64, torch.float16), (128, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "sequences", [[(1, 700), (1, 90)], [(100, 700), (1, 90)]], ids=["decode", "mixed"]
+)
+def test_compiled_for_quantized_pages(sequences, D, dtype, bits, capability):
+    """Pages are loaded in bytes, turned back in registers, and met by matrix instructions."""
+    pytest.importorskip("triton", reason="needs the package triton, which exists for Linux")
+    from gpu_compiler import SHARED_LIMIT, SPILL_ALLOWED, compile_for
+
+    binary = compile_for(kernel_call(sequences, 4, 1, D, dtype, bits), capability)
+    assert binary.shared_bytes <= SHARED_LIMIT[capability]
+    assert binary.spilled_bytes <= SPILL_ALLOWED, f"{binary.spilled_bytes} bytes spilled"
+    assert "mma.sync" in binary.ptx or "wgmma.mma_async" in binary.ptx
+    assert not binary.computed_twice()
 
 
 @pytest.mark.compile

@@ -6,24 +6,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import lively, tiny_config
+from models import inputs_of, lively, tiny_config
 from torch import Tensor
 
-from minillm import Decoder, Engine, EngineConfig, generate, quantize
+from minillm import Decoder, Engine, EngineConfig, costs, generate, prepack, quantize, sparsify
 from minillm.awq import awq, output_error
-from minillm.calibration import Inputs, collect
+from minillm.calibration import collect
 from minillm.evaluate import difference
 from minillm.gptq import gptq
 from minillm.grid import Grid, pack, to_int4, to_int8, unpack
 from minillm.model import Linear
 from minillm.per_token import rms_norm
-from minillm.quantize import (
+from minillm.quantize import model_bytes
+from minillm.quantized_linear import (
     MOST_ROWS,
     Int4Linear,
     Int8Embedding,
     Int8Linear,
     QuantizedLinear,
-    model_bytes,
 )
 
 SIZES = {"d_model": 64, "n_heads": 4, "n_kv_heads": 2, "d_head": 16, "d_ff": 96}
@@ -154,6 +154,13 @@ def test_logits_are_those_of_the_dequantized_model(options, tied):
         assert torch.equal(p, before[name]) and p.dtype == torch.float32
 
 
+def test_the_original_may_still_be_trained():
+    """Also if it is in bfloat16 already, so that no number has to be converted."""
+    model = Decoder(tiny_config(**SIZES, tie_embeddings=False)).bfloat16()
+    quantize(model, "int8")
+    assert all(p.requires_grad for p in model.parameters())
+
+
 def test_a_quantized_model_generates_and_serves():
     """Cached as uncached, alone as in a batch."""
     small = quantize(lively(size=0.1, **SIZES), "int4")
@@ -181,6 +188,23 @@ def test_bytes():
     )
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("scheme", "group_size"), [("int8", 32), ("int4", 32), ("int4", 64)])
+def test_the_bytes_that_costs_predicts(scheme, group_size, tied):
+    sizes = SIZES | {"d_ff": 128}
+    model = lively(**sizes, tie_embeddings=tied, qkv_bias=True, qk_norm=True)
+    options = {"group_size": group_size} if scheme == "int4" else {}
+    predicted = costs.quantized_bytes(model.config, scheme, group_size)
+    assert model_bytes(quantize(model, scheme, **options)) == predicted
+
+
+def test_bytes_that_cannot_be_predicted():
+    with pytest.raises(ValueError, match="dtype is 'int2'; choose int8 or int4"):
+        costs.quantized_bytes(tiny_config(), "int2")
+    with pytest.raises(ValueError, match="a matrix of 96 columns, which groups of 64 do not"):
+        costs.quantized_bytes(tiny_config(**SIZES), "int4", 64)
+
+
 # Rounding that knows the inputs
 
 
@@ -190,14 +214,6 @@ def correlated(n: int, K: int) -> Tensor:
     x = torch.randn(n, K // 4) @ torch.randn(K // 4, K) + 0.3 * torch.randn(n, K)
     x[:, ::17] *= 10
     return x
-
-
-def inputs_of(x: Tensor) -> Inputs:
-    zeros = torch.zeros(x.shape[1])
-    inputs = Inputs(zeros, zeros.clone(), torch.zeros(x.shape[1], x.shape[1]))
-    for part in x.split(100):
-        inputs.add(part[None])
-    return inputs
 
 
 def test_statistics_of_the_inputs():
@@ -282,7 +298,7 @@ def test_models_with_calibration(scheme):
 @pytest.mark.parametrize(
     ("scheme", "options", "message"),
     [
-        ("int3", {}, "scheme is 'int3'; choose one of int8, int4, gptq, awq"),
+        ("int3", {}, "scheme is 'int3'; choose one of int8, fp8, int4, gptq, awq, w8a8, "),
         ("int8", {"bits": 4}, "Scheme int8 has no option bits; it has none"),
         ("int4", {"groups": 4}, "Scheme int4 has no option groups; it has group_size, symmetric"),
         ("int4", {"bits": 5}, "bits is 5; choose 2, 3 or 4"),
@@ -301,8 +317,11 @@ def test_refusals(scheme, options, message):
 
 def test_not_twice_and_not_what_is_not_a_number():
     model = lively(**SIZES)
-    with pytest.raises(ValueError, match="quantized already; quantize the one that it was made"):
-        quantize(quantize(model, "int8"), "int4")
+    for other in (quantize(model, "int8"), sparsify(model), prepack(model)):
+        kind = type(other.layers[0].qkv).__name__
+        message = rf"layers\.0\.qkv is not a plain Linear but a {kind} already; quantize the model"
+        with pytest.raises(ValueError, match=message):
+            quantize(other, "int4")
     model.layers[1].out.weight[3, 5] = math.nan
     with pytest.raises(ValueError, match=r"layers\.1\.out holds numbers that are not finite"):
         quantize(model, "int8")

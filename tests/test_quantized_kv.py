@@ -87,6 +87,121 @@ def test_in_generate_and_in_the_engine(bits):
         assert [out[i].tokens for i in ids] == [answer for answer in right for _ in range(2)]
 
 
+@pytest.mark.interpret
+@BITS
+def test_in_the_engine_with_the_kernel(bits):
+    """Quantized pages read by the Triton kernel: the same tokens."""
+    model = lively(n_layers=2)
+    prompts = [[5, 90, 3, 3, 41, 8, 13], [7, 7, 1]]
+    config = EngineConfig(n_blocks=30, block_size=4, kv_dtype=f"int{bits}", backend="triton")
+    engine = Engine(model, config)
+    ids = [engine.submit(prompt, 6) for prompt in prompts]
+    out = engine.run()
+    assert [out[i].tokens for i in ids] == [rounded_answer(model, p, 6, bits) for p in prompts]
+
+
+# Keys per channel
+
+
+def channel_keys(k: torch.Tensor, bits: int) -> torch.Tensor:
+    """Keys (B, S, K, D) as KIVI stores them: whole groups of 32 tokens on a grid per channel."""
+    k = k.clone()
+    for first in range(0, k.shape[1] - 31, 32):
+        group = k[:, first : first + 32].double()
+        if bits == 8:
+            scale = (group.abs().amax(1, keepdim=True) / 127).half().double()
+            found = (group / scale).round() * scale
+        else:
+            low, high = group.amin(1, keepdim=True), group.amax(1, keepdim=True)
+            scale, low = ((high - low) / 15).half().double(), low.half().double()
+            found = ((group - low) / scale).round().clamp(0, 15) * scale + low
+        k[:, first : first + 32] = found
+    return k
+
+
+@BITS
+@pytest.mark.parametrize("pieces", [[70], [1] * 70, [31, 1, 1, 37], [32, 32, 6], [5, 60, 5]])
+def test_keys_per_channel(pieces, bits):
+    """However the tokens come: whole groups are rounded, the newest keys are as they were."""
+    model = lively(n_layers=1)
+    torch.manual_seed(1)
+    k, v = torch.randn(2, 2, 70, 2, 8) * torch.logspace(-2, 1, 8)
+    cache = QuantizedKVCache(model, 2, 70, bits=bits, keys="channel")
+    per_token = QuantizedRows(model, (2, 70), bits=bits)
+    per_token.write(0, slice(None), k, v)
+    start = 0
+    for n in pieces:
+        at = (slice(None), slice(start, start + n))
+        cache.rows.write(0, at, k[at], v[at])
+        start += n
+        keys, values = cache.rows.read(0, (slice(None), slice(start)))
+        torch.testing.assert_close(keys, channel_keys(k[:, :start], bits), atol=1e-4, rtol=1e-3)
+        assert torch.equal(keys[:, start // 32 * 32 :], k[:, start // 32 * 32 : start])
+        assert torch.equal(values, per_token.read(0, slice(None))[1][:, :start])
+
+
+@BITS
+def test_rewinding_keys_per_channel(bits):
+    """Back into the newest tokens nothing is lost; into a group, its rounded keys stay."""
+    model = lively(n_layers=3)
+    torch.manual_seed(2)
+    tokens, other = torch.randint(0, 97, (2, 1, 75))
+    logits = {}
+    for name, back in (("newest", 5), ("group", 30)):
+        cache = QuantizedKVCache(model, 1, 100, bits=bits, keys="channel")
+        with torch.inference_mode():
+            model(tokens, cache)
+            before = cache.rows.read(1, (slice(None), slice(75 - back)))
+            cache.rewind(back)
+            logits[name] = model(other[:, :20], cache)
+        after = cache.rows.read(1, (slice(None), slice(cache.length)))
+        assert cache.length == 95 - back
+        if name == "newest":
+            torch.testing.assert_close(after[0][:, :64], before[0][:, :64], atol=0, rtol=0)
+        # 45 tokens are left of the group's: its first 13 were rounded, and are rounded again.
+        first = before[0][:, : 75 - back]
+        step = (first.amax() - first.amin()) / STEPS[bits]
+        assert (after[0][:, : 75 - back] - first).abs().max() <= step
+    fresh = QuantizedKVCache(model, 1, 100, bits=bits, keys="channel")
+    with torch.inference_mode():
+        model(tokens[:, :70], fresh)
+        torch.testing.assert_close(model(other[:, :20], fresh), logits["newest"])
+
+
+def test_channels_lose_less_where_one_is_large():
+    """One channel a hundred times as large takes the steps from the others, per token."""
+    model = lively(n_layers=1)
+    k = torch.randn(1, 64, 2, 8, generator=torch.Generator().manual_seed(0))
+    k[..., 3] *= 100
+    error = {}
+    for keys in ("token", "channel"):
+        cache = QuantizedKVCache(model, 1, 64, bits=4, keys=keys)
+        at = (slice(None), slice(0, 64))
+        cache.rows.write(0, at, k, k)
+        found = cache.rows.read(0, at)[0]
+        error[keys] = float((found - k)[..., :3].abs().mean())
+    assert error["channel"] < 0.1 * error["token"]
+
+
+def test_generating_with_keys_per_channel():
+    """Across two groups, in one piece and with a rewind in the middle of the newest."""
+    model = lively(n_layers=2, max_seq_len=256)
+    expected = generate(model, [3, 4, 5], 90, cache=QuantizedKVCache(model, 1, 93, keys="channel"))
+    cache = QuantizedKVCache(model, 1, 200, keys="channel")
+    assert generate(model, [3, 4, 5], 90, cache=cache) == expected
+    cache.rewind(10)  # 82 tokens are left, 18 of them in full
+    assert generate(model, expected[79:80], 10, cache=cache) == expected[80:]
+
+
+def test_bytes_per_channel():
+    """For each group of 32 tokens a scale a channel, and one group in full."""
+    model = lively(d_model=64, n_heads=2, n_kv_heads=2, d_head=64).bfloat16()
+    L, B, S, K, D = 2, 3, 128, 2, 64
+    numbers = L * B * S * K * D
+    expected = 2 * numbers + 2 * numbers // D + 2 * numbers // 32 + 2 * L * B * 32 * K * D
+    assert QuantizedKVCache(model, B, S, keys="channel").nbytes == expected
+
+
 def test_bytes():
     """With D = 64: 66 and 36 bytes for 128 of bfloat16."""
     model = lively(d_model=64, n_heads=2, n_kv_heads=2, d_head=64).bfloat16()
@@ -117,6 +232,10 @@ def test_greedy_tokens_agree_on_the_default_model(default, bits, least):
     ("make", "message"),
     [
         (lambda m: QuantizedKVCache(m, 1, 4, bits=3), "bits is 3; choose 8 or 4"),
+        (
+            lambda m: QuantizedKVCache(m, 1, 4, keys="head"),
+            "keys is 'head'; choose token or channel",
+        ),
         (
             lambda m: Engine(m, EngineConfig(n_blocks=4, kv_dtype="int2")),
             "kv_dtype is 'int2'; choose None, 'int8' or 'int4'",

@@ -40,7 +40,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import minillm
 from minillm import Decoder, KVCache, Tokenizer, costs
 from minillm.folders import cache_folder
-from minillm.quantize import QuantizedLinear, quantize
+from minillm.quantize import quantize
+from minillm.quantized_linear import QuantizedLinear
 from minillm.weights import default as fetching
 from minillm.weights import fetch_default, load, parameter_sources, read_gguf
 

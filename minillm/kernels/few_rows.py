@@ -17,7 +17,7 @@ A tile of W has 64 rows, and few matrices have enough of them to occupy all proc
 columns are cut into parts with programs of their own (split-K), and a second kernel adds the parts,
 in a fixed order: two runs give equal bits. W is the left operand of the product, because that one
 needs 64 rows and the other is content with 16.
-Not yet timed on a GPU; nothing uses this before a measurement shows it to be faster.
+Not yet timed on a GPU.
 """
 
 import torch

@@ -21,6 +21,9 @@ short sequence has fewer tiles than parts: the parts past its end have log-sum-e
 nothing. The share is worked out here from the sequence's own length, so that one launch, captured
 for the longest that may come, cuts every sequence finely enough.
 
+Pages may hold 8- or 4-bit numbers (`minillm.quantized_kv`): a tile is then loaded as it is stored
+and turned back in registers, so that memory gives only the small form.
+
 The addresses of a tile's rows come from the table, one load before the other, which takes up
 stages of the pipeline: five leave two tiles of keys on their way while a third is worked on.
 Not yet timed on a GPU.
@@ -50,6 +53,32 @@ def config(d_head: int, dtype: torch.dtype, n_rows: int) -> triton.Config:
     return triton.Config({"BLOCK_S": size}, num_warps=warps, num_stages=stages)
 
 
+@triton.jit
+def load_rows(
+    PAGES, SCALES, rows, scale_rows, exist, columns,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Rows of a page (BLOCK_S, BLOCK_D) in dtype; rows that don't exist are 0.
+
+    With 4 bits byte j holds numbers 2j and 2j + 1, and columns beyond D are of no use to anyone.
+    """
+    present = exist[:, None] & (columns < D)[None, :]
+    if BITS == 16:
+        return tl.load(PAGES + rows[:, None] + columns[None, :], mask=present, other=0.0)
+    elif BITS == 8:
+        q = tl.load(PAGES + rows[:, None] + columns[None, :], mask=present, other=0)
+        scale = tl.load(SCALES + scale_rows, mask=exist, other=0.0).to(tl.float32)
+        return (q.to(tl.float32) * scale[:, None]).to(dtype)
+    else:
+        pairs = tl.arange(0, BLOCK_D // 2)
+        present = exist[:, None] & (pairs < D // 2)[None, :]
+        q = tl.load(PAGES + rows[:, None] + pairs[None, :], mask=present, other=0)
+        scale = tl.load(SCALES + 2 * scale_rows, mask=exist, other=0.0).to(tl.float32)
+        minimum = tl.load(SCALES + 2 * scale_rows + 1, mask=exist, other=0.0).to(tl.float32)
+        x = tl.interleave((q & 15).to(tl.float32), (q >> 4).to(tl.float32))
+        return (x * scale[:, None] + minimum[:, None]).to(dtype)
+
+
 # What changes from step to step must not make another kernel necessary: Triton would compile one
 # for each size that is 1 or a multiple of 16, and for each array that begins at a multiple of 16.
 @triton.jit(
@@ -59,12 +88,13 @@ def config(d_head: int, dtype: torch.dtype, n_rows: int) -> triton.Config:
     ],
 )  # fmt: skip
 def paged_kernel(
-    Q, K, V, OUT, LSE, TABLES, SEQ_LENS, QUERY_LENS, TILE_SEQUENCE, TILE_TOKEN, TILE_ROW,
+    Q, K, V, K_SCALES, V_SCALES, OUT, LSE, TABLES, SEQ_LENS, QUERY_LENS,
+    TILE_SEQUENCE, TILE_TOKEN, TILE_ROW,
     q_stride_n, q_stride_h, k_stride_block, k_stride_slot, k_stride_h,
     v_stride_block, v_stride_slot, v_stride_h, table_stride,
     H, G, scale_log2, n_parts,
     P: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    BLOCK_S: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys of one sequence and key/value head, for one tile of rows.
 
@@ -96,9 +126,11 @@ def paged_kernel(
         s = s0 + tl.arange(0, BLOCK_S)
         entries = TABLES + sequence * table_stride + s // P
         block = tl.load(entries, mask=s < end, other=0).to(tl.int64)
-        present = (s < end)[:, None] & (columns < D)[None, :]
         k_rows = block * k_stride_block + s % P * k_stride_slot + kv_head * k_stride_h
-        k_tile = tl.load(K + k_rows[:, None] + columns[None, :], mask=present, other=0.0)
+        scale_rows = (block * P + s % P) * n_kv_heads + kv_head
+        k_tile = load_rows(
+            K, K_SCALES, k_rows, scale_rows, s < end, columns, D, BLOCK_D, BITS, q_tile.dtype
+        )
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK_R, BLOCK_S)
         visible = (s < end)[None, :] & (s[None, :] <= last_key[:, None])
         scores = tl.where(visible, scores, float("-inf"))
@@ -108,7 +140,9 @@ def paged_kernel(
         weights, rescale = tl.exp2(scores * scale_log2 - shift[:, None]), tl.exp2(m - shift)
         m, total = m_new, total * rescale + tl.sum(weights, 1)
         v_rows = block * v_stride_block + s % P * v_stride_slot + kv_head * v_stride_h
-        v_tile = tl.load(V + v_rows[:, None] + columns[None, :], mask=present, other=0.0)
+        v_tile = load_rows(
+            V, V_SCALES, v_rows, scale_rows, s < end, columns, D, BLOCK_D, BITS, q_tile.dtype
+        )
         acc = acc * rescale[:, None]
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
 
@@ -146,7 +180,7 @@ def tiles(query_lens: list[int], tokens_per_tile: int) -> tuple[list[int], list[
 def paged_forward(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, seq_lens: Tensor,
     query_lens: Tensor, tile_arrays: Tensor, block_r: int, longest: int, scale: float,
-    chosen: triton.Config | None = None,
+    scales: tuple[Tensor, Tensor] | None = None, chosen: triton.Config | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention (N, H, D) of ragged queries to keys and values in blocks.
 
@@ -154,6 +188,8 @@ def paged_forward(
     query_lens (n_seqs,) int32, tile_arrays (3, n_tiles) int32 as `tiles` gives them for
     block_r // G tokens per tile. The last dimension of q and of the pages is contiguous. scale
     above 0.
+    scales: of quantized pages, (n_blocks, P, K, 1) for int8 and (n_blocks, P, K, 2), scale and
+    minimum, for two 4-bit numbers a byte; float16 and contiguous.
     longest: no sequence has more keys. The launch depends on this number and on shapes, never on
     what the tensors hold, so that a captured CUDA graph stays right. chosen: for measurements; else
     what `config` gives.
@@ -167,11 +203,13 @@ def paged_forward(
     dtype = q.dtype if n_parts == 1 else torch.float32
     part_out = torch.empty(N, H, n_parts, D, dtype=dtype, device=q.device)
     part_lse = torch.empty(N, H, n_parts, dtype=torch.float32, device=q.device)
+    bits = 16 if scales is None else 8 if k_pages.dtype == torch.int8 else 4
     paged_kernel[(n_tiles * K * n_parts,)](
-        q, k_pages, v_pages, part_out, part_lse, tables, seq_lens, query_lens, *tile_arrays,
+        q, k_pages, v_pages, *(scales or (q, q)), part_out, part_lse,
+        tables, seq_lens, query_lens, *tile_arrays,
         *q.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3], tables.stride(0),
         H, H // K, scale * math.log2(math.e), n_parts,
-        P=P, D=D, BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_R=block_r,
+        P=P, D=D, BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_R=block_r, BITS=bits,
         **chosen.all_kwargs(),
     )  # fmt: skip
     return part_out[:, :, 0] if n_parts == 1 else merge(part_out, part_lse, q.dtype)

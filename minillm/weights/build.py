@@ -14,7 +14,8 @@ from minillm.checks import brief
 from minillm.config import ModelConfig
 from minillm.grid import Grid
 from minillm.model import Decoder, Linear
-from minillm.quantize import on_grid, with_matrices
+from minillm.quantize import on_grid, weights_only, with_modules
+from minillm.quantized_linear import QuantizedLinear
 
 SLICE_BYTES = 16 << 20
 
@@ -82,7 +83,7 @@ def build(
         if config.tie_embeddings:
             model.head.weight = model.embed.weight
     else:  # matrix by matrix, so that they never lie there in 16 bits all at once
-        model = with_matrices(model, partial(_matrix, checkpoint, sources, device, scheme))
+        model = with_modules(model, partial(_matrix, checkpoint, sources, device, scheme))
         for module in model.modules():
             for name, p in module._parameters.items():
                 if p is not None:  # on the meta device so far
@@ -107,7 +108,7 @@ def _fill(checkpoint: Checkpoint, target: Tensor, parts: Shapes) -> None:
 def _matrix(
     checkpoint: Checkpoint, sources: dict[str, Shapes], device: torch.device, scheme: str,
     ours: str, linear: Linear,
-) -> tuple[Grid, None]:  # fmt: skip
+) -> QuantizedLinear:  # fmt: skip
     """One matrix on its grid: the file's own, if that is 4 bits and 4 are wanted."""
     parts = sources.get(f"{ours}.weight") or sources["embed.weight"]  # the head may be tied
     if scheme == "int4" and ours != "head":
@@ -117,10 +118,11 @@ def _matrix(
                 _check_finite(checkpoint, name, part.scale)
                 _check_finite(checkpoint, name, part.zero)
             fields = ([getattr(part, field) for part in own] for field in ("q", "scale", "zero"))
-            return Grid(*(torch.cat(field).to(device) for field in fields)), None
+            own_grid = Grid(*(torch.cat(field).to(device) for field in fields))
+            return weights_only(own_grid, linear.bias)
     weight = torch.empty(linear.weight.shape)
     _fill(checkpoint, weight, parts)
-    return on_grid(ours, weight.to(device), scheme), None
+    return weights_only(on_grid(ours, weight.to(device), scheme), linear.bias)
 
 
 def _check_finite(checkpoint: Checkpoint, name: str, numbers: Tensor) -> None:

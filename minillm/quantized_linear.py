@@ -1,0 +1,161 @@
+"""Matrices in 8 or 4 bits, multiplied as they are stored: the modules that replace a Linear.
+
+Sources: Dettmers et al. 2022 (LLM.int8()), section 2.1; Micikevicius et al. 2022 (FP8 formats for
+deep learning), section 3, for e4m3.
+Cost: a product with few rows reads the matrix once, so its bytes are its time. Activations stay in
+bfloat16, and no chip multiplies 8-bit whole numbers with 16-bit floats: the numbers are turned into
+bfloat16 in registers, on their way into the product.
+
+    Int8Linear     one byte a number, one scale a row
+    Float8Linear   the same with 8-bit floats: 4 bits of exponent, 3 of mantissa
+    Int4Linear     two numbers a byte, a scale and a zero for each group
+
+On a CPU the products are PyTorch's. They are fast for a few rows of bfloat16, and a hundred times
+slower with float32, which is therefore refused. On a GPU `kernels/few_rows.py` multiplies up to 64
+rows; more are multiplied in 16 bits.
+`minillm.w8a8` rounds the activations as well.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minillm import grid
+from minillm.grid import Grid
+from minillm.kernels import on_device_of, why_not_here
+
+MOST_ROWS = 16
+"""On a CPU, with more rows than this an int8 matrix is multiplied in bfloat16."""
+
+
+class QuantizedLinear(nn.Module, ABC):
+    """(x · columns) Wᵀ + bias for W (N, K) on a grid. Made for the device that the grid is on.
+
+    columns (K,): what each column of x is multiplied with first, if anything.
+    """
+
+    stored: str  # in words
+
+    def __init__(self, matrix: Grid, bias: Tensor | None = None, columns: Tensor | None = None):
+        super().__init__()
+        self.out_features, self.in_features = matrix.q.shape
+        bias = None if bias is None else bias.detach().bfloat16()
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.register_buffer("columns", None if columns is None else columns.bfloat16())
+
+    @abstractmethod
+    def dequantized(self) -> Tensor:
+        """The matrix (N, K) that is computed with, in float32."""
+
+    @abstractmethod
+    def product(self, x: Tensor) -> Tensor:
+        """x (M, K) bfloat16 to (M, N)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.bfloat16:
+            raise TypeError(
+                f"A quantized model computes in bfloat16, and got {x.dtype}; leave its dtype as it "
+                "is."
+            )
+        rows = x.reshape(-1, self.in_features)
+        rows = rows if self.columns is None else rows * self.columns
+        with on_device_of(x):
+            out = self.product(rows)
+        out = out if self.bias is None else out + self.bias
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def few_rows(self, x: Tensor) -> bool:
+        """Whether the Triton kernel takes this product."""
+        from minillm.kernels.few_rows import MAX_ROWS
+
+        return x.is_cuda and len(x) <= MAX_ROWS and why_not_here(x, "few_rows", "") is None
+
+
+class Int8Linear(QuantizedLinear):
+    """One byte a number, one scale a row."""
+
+    stored = "int8 weights"
+
+    def __init__(self, matrix: Grid, bias: Tensor | None = None, columns: Tensor | None = None):
+        super().__init__(matrix, bias, columns)
+        self.register_buffer("weight", matrix.q)
+        self.register_buffer("scale", matrix.scale)
+
+    def dequantized(self) -> Tensor:
+        return Grid(self.weight, self.scale).dequantized()
+
+    def product(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and len(x) <= MOST_ROWS:
+            return torch._weight_int8pack_mm(x, self.weight, self.scale)
+        if self.few_rows(x):
+            from minillm.kernels.few_rows import few_rows_linear
+
+            return few_rows_linear(x, self.weight, self.scale)
+        return self.in_16_bits(x)
+
+    def in_16_bits(self, x: Tensor) -> Tensor:
+        """The product after a copy of the matrix in bfloat16 has been made."""
+        return F.linear(x, self.weight.to(x.dtype)) * self.scale
+
+
+class Float8Linear(Int8Linear):
+    """One 8-bit float (e4m3) a number, one scale a row. On a CPU it saves memory, not time."""
+
+    stored = "float8 weights"
+
+    def product(self, x: Tensor) -> Tensor:
+        if self.few_rows(x) and torch.cuda.get_device_capability(x.device) >= (8, 9):
+            return super().product(x)
+        return self.in_16_bits(x)
+
+
+class Int4Linear(QuantizedLinear):
+    """Two numbers a byte, a scale and a zero for each group."""
+
+    stored = "int4 weights, int8 head"
+
+    def __init__(self, matrix: Grid, bias: Tensor | None = None, columns: Tensor | None = None):
+        super().__init__(matrix, bias, columns)
+        assert matrix.zero is not None
+        self.group_size = matrix.group_size
+        if matrix.q.device.type == "cpu":  # in the order in which PyTorch's product reads them
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(matrix.q.int(), 1)
+            self.register_buffer("weight", packed)
+            both = torch.stack((matrix.scale, matrix.zero), -1)  # (N, K / group, 2)
+            self.register_buffer("scale_zero", both.transpose(0, 1).contiguous())
+        else:
+            self.register_buffer("weight", grid.pack(matrix.q))
+            self.register_buffer("scale", matrix.scale)
+            self.register_buffer("zero", matrix.zero)
+
+    def dequantized(self) -> Tensor:
+        if self.weight.device.type == "cpu":
+            # A product with the identity gives each number once, and nothing is rounded but it.
+            eye = torch.eye(self.in_features, dtype=torch.bfloat16)
+            return self.product(eye).T.float()
+        return Grid(grid.unpack(self.weight), self.scale, self.zero).dequantized()
+
+    def product(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            return torch.ops.aten._weight_int4pack_mm_for_cpu(
+                x, self.weight, self.group_size, self.scale_zero
+            )
+        if self.few_rows(x):
+            from minillm.kernels.few_rows import few_rows_linear
+
+            return few_rows_linear(x, self.weight, self.scale, self.zero)
+        return F.linear(x, self.dequantized().to(x.dtype))
+
+
+class Int8Embedding(nn.Module):
+    """Rows of an int8 head, looked up: tied, as the model had them."""
+
+    def __init__(self, head: Int8Linear):
+        super().__init__()
+        self.register_buffer("weight", head.weight)
+        self.register_buffer("scale", head.scale)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.weight[tokens].to(self.scale.dtype) * self.scale[tokens][..., None]
