@@ -83,7 +83,8 @@ def generate(
                 one = prefill(model, ids + new, NoCache(backend))
             else:
                 one = decode(model, new[-1], cache) if new else prefill(model, ids, cache)
-            logits, likeliest = one[None], one.argmax()
+            # In 16 bits argmax takes twice as long as the conversion and it.
+            logits, likeliest = one[None], one.float().argmax()
         uniform = 0.0 if uniforms is None else uniforms[len(new)]
         (token,) = draw(logits, [int(likeliest)], [0], [sampling], [uniform])
         if token < 0:

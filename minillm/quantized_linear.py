@@ -26,6 +26,7 @@ from minillm import grid
 from minillm.grid import Grid
 from minillm.kernels import on_device_of, why_not_here
 
+_INT4_PRODUCT = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 MOST_ROWS = 16
 """On a CPU, with more rows than this an int8 matrix is multiplied in bfloat16."""
 
@@ -37,13 +38,17 @@ class QuantizedLinear(nn.Module, ABC):
     """
 
     stored: str  # in words
+    columns: Tensor | None
 
     def __init__(self, matrix: Grid, bias: Tensor | None = None, columns: Tensor | None = None):
         super().__init__()
         self.out_features, self.in_features = matrix.q.shape
         bias = None if bias is None else bias.detach().bfloat16()
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.register_buffer("columns", None if columns is None else columns.bfloat16())
+        if columns is None:
+            self.columns = None
+        else:
+            self.register_buffer("columns", columns.bfloat16())
 
     @abstractmethod
     def dequantized(self) -> Tensor:
@@ -59,12 +64,18 @@ class QuantizedLinear(nn.Module, ABC):
                 f"A quantized model computes in bfloat16, and got {x.dtype}; leave its dtype as it "
                 "is."
             )
-        rows = x.reshape(-1, self.in_features)
-        rows = rows if self.columns is None else rows * self.columns
-        with on_device_of(x):
-            out = self.product(rows)
-        out = out if self.bias is None else out + self.bias
-        return out.view(*x.shape[:-1], self.out_features)
+        shape = x.shape
+        if self.columns is not None:
+            x = x * self.columns
+        x = x.reshape(-1, shape[-1])
+        if x.is_cuda:
+            with on_device_of(x):
+                out = self.product(x)
+        else:  # without a context, which costs as much as a small operation
+            out = self.product(x)
+        if self.bias is not None:
+            out += self.bias
+        return out.view(*shape[:-1], -1)
 
     def few_rows(self, x: Tensor) -> bool:
         """Whether the Triton kernel takes this product."""
@@ -125,6 +136,8 @@ class Int4Linear(QuantizedLinear):
             self.register_buffer("weight", packed)
             both = torch.stack((matrix.scale, matrix.zero), -1)  # (N, K / group, 2)
             self.register_buffer("scale_zero", both.transpose(0, 1).contiguous())
+            # Looking a buffer up costs a microsecond, and a step has 120 products.
+            self._operands = self.weight, self.group_size, self.scale_zero
         else:
             self.register_buffer("weight", grid.pack(matrix.q))
             self.register_buffer("scale", matrix.scale)
@@ -139,9 +152,7 @@ class Int4Linear(QuantizedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu":
-            return torch.ops.aten._weight_int4pack_mm_for_cpu(
-                x, self.weight, self.group_size, self.scale_zero
-            )
+            return _INT4_PRODUCT(x, *self._operands)
         if self.few_rows(x):
             from minillm.kernels.few_rows import few_rows_linear
 

@@ -29,6 +29,7 @@ SPILL_ALLOWED = 192
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
     torch.int32: "i32", torch.int64: "i64", torch.int8: "i8", torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
 
 

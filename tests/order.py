@@ -17,6 +17,6 @@ ORDER = (
     "ragged", "paged", "cuda_graphs", "generate", "steps", "engine", "workload",
     "plots", "bench", "bench.recording", "bench.models", "bench.peers", "bench.decode",
     "bench.prefill", "bench.attention", "bench.serve_gpu", "bench.serve", "bench.load",
-    "bench.gpu", "bench.gpu_kernels", "bench.gpu_model", "bench.gpu_second",
-    "bench.tables", "bench.command", "__main__", "bench.__main__",
+    "bench.quantize", "bench.gpu", "bench.gpu_kernels", "bench.gpu_model",
+    "bench.gpu_second", "bench.tables", "bench.command", "__main__", "bench.__main__",
 )  # fmt: skip

@@ -22,6 +22,7 @@ from minillm.bench import (
     serve,
     serve_gpu,
 )
+from minillm.bench import quantize as bench_quantize
 from minillm.bench import recording as recording_module
 from minillm.bench.recording import Recording, alternate
 from minillm.bench.tables import results_table
@@ -34,7 +35,7 @@ REPEATS = {"repeats": 1}
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Bounds that cost nothing: this is about the code, not about this machine."""
-    for module in (decode, serve_gpu, attention):
+    for module in (decode, serve_gpu, attention, bench_quantize):
         monkeypatch.setattr(module, "read_bandwidth", lambda *_: 1e13)
     for module in (prefill, attention):
         monkeypatch.setattr(module, "matmul_peak", lambda *_: 1e14)
@@ -72,6 +73,29 @@ def test_prefill(recording, model):
     prefill.measure_prefill(recording, model, 16, **REPEATS)
     (row,) = rows(recording)
     assert row["against"].keys() == {"transformers"}
+
+
+def test_quantize(recording, monkeypatch):
+    """Every form of a tiny model: its speed, its quality, and its cache."""
+    monkeypatch.setattr(bench_quantize, "llama_cpp_decode_seconds", lambda *_: 1e-3)
+    sizes = {"d_model": 64, "n_heads": 4, "n_kv_heads": 2, "d_head": 16, "d_ff": 128}
+    model = Decoder(tiny_config(**sizes)).eval().requires_grad_(False)
+    known = torch.arange(80).view(2, 40)
+    forms = bench_quantize._forms(model, lambda _: model, known)
+    fast = {name: forms[name]() for name in ("float32", "int8", "2:4, magnitude")}
+    bench_quantize.measure_speed(recording, fast, [1, 2], n=2, prompt_tokens=8, **REPEATS)
+    texts = {"one": list(range(60)), "two": list(range(30, 90))}
+    bench_quantize.measure_quality(recording, model, forms, texts)
+    bench_quantize.measure_caches(recording, model, texts["one"])
+    assert [row["what"] for row in rows(recording)] == [
+        f"{kind}, {name}" for kind in ("decode", "prefill of 8 tokens") for name in fast
+    ]
+    document = json.loads(recording.path.read_text())
+    quality = document["quality"]
+    assert quality.keys() == forms.keys() and len(document["caches"]) == 4
+    assert quality["float32"]["kl"] == pytest.approx(0, abs=1e-6)
+    assert quality["int4"]["bytes"] < quality["int8"]["bytes"] < quality["float32"]["bytes"]
+    assert quality["3 bits"]["perplexity"].keys() == texts.keys()
 
 
 def test_attention(recording):

@@ -6,9 +6,9 @@ versions and date to `figures/data/NAME.HARDWARE.json`. The README's results tab
 from those files. Medians; ratios before absolute times, because machines are noisy.
 
     recording.py   the file, alternating, timing kernels       decode.py, prefill.py, attention.py,
-    models.py      what is measured                            serve.py, serve_gpu.py, load.py:
-    peers.py       the same work by other libraries            one benchmark each
+    models.py      what is measured                            serve.py, serve_gpu.py, load.py,
+    peers.py       the same work by other libraries            quantize.py: one benchmark each
     tables.py      the README's table                          gpu.py, gpu_*.py: make gpu
 """
 
-BENCHMARKS = ("decode", "prefill", "attention", "serve", "load")
+BENCHMARKS = ("decode", "prefill", "attention", "serve", "load", "quantize")

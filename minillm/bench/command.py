@@ -71,8 +71,10 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if gpu:
         return _run_gpu(device, options)
-    # Loading reads the default checkpoint, which a GPU's machine need not have.
-    chosen = [name for name in BENCHMARKS if device.type != "cuda" or name != "load"]
+    # These read the default checkpoint, which a GPU's machine need not have.
+    chosen = [
+        name for name in BENCHMARKS if device.type != "cuda" or name not in ("load", "quantize")
+    ]
     for name in options.names or chosen:
         path = importlib.import_module(f"minillm.bench.{name}").bench(device)
         print(f"  written to {path}")

@@ -120,10 +120,19 @@ def llama_cpp_seconds(prompts: list[list[int]], lengths: list[int], n_threads: i
         return pool.submit(_llama_cpp, prompts, lengths, n_threads).result()
 
 
-def _llama_cpp(prompts: list[list[int]], lengths: list[int], n_threads: int) -> float:
+def llama_cpp_decode_seconds(prompt: list[int], n: int, n_threads: int) -> float:
+    """Seconds per decoded token of one request: a longer answer less a shorter one.
+
+    In a process of its own, as above.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_llama_cpp_decode, prompt, n, n_threads).result()
+
+
+def _llama_cpp_server(n_slots: int, n_threads: int) -> Callable[[list[int], int], int]:
     """The default checkpoint in llama.cpp's server, which multiplies in the file's 4-bit format.
 
-    Loading is not counted.
+    Returns a function that asks for n tokens after a prompt and says how many came.
     """
     import xllamacpp
 
@@ -131,7 +140,7 @@ def _llama_cpp(prompts: list[list[int]], lengths: list[int], n_threads: int) -> 
 
     params = xllamacpp.CommonParams()
     params.model.path = str(fetch_default())
-    params.n_parallel, params.n_ctx, params.verbosity = 8, 8 * 512, -1
+    params.n_parallel, params.n_ctx, params.verbosity = n_slots, n_slots * 512, -1
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = n_threads
     server = xllamacpp.Server(params)
 
@@ -140,6 +149,21 @@ def _llama_cpp(prompts: list[list[int]], lengths: list[int], n_threads: int) -> 
         answer = server.handle_completions({"prompt": prompt, "n_predict": n} | options)
         return answer["usage"]["completion_tokens"]
 
+    return ask
+
+
+def _llama_cpp_decode(prompt: list[int], n: int, n_threads: int) -> float:
+    ask, took = _llama_cpp_server(1, n_threads), {}
+    for tokens in (2, 1, 1 + n):  # the first one warms up
+        start = time.perf_counter()
+        assert ask(prompt, tokens) == tokens
+        took[tokens] = time.perf_counter() - start
+    return (took[1 + n] - took[1]) / n
+
+
+def _llama_cpp(prompts: list[list[int]], lengths: list[int], n_threads: int) -> float:
+    """Loading is not counted."""
+    ask = _llama_cpp_server(8, n_threads)
     with ThreadPoolExecutor(len(prompts)) as pool:
         assert set(pool.map(ask, prompts, [2] * len(prompts))) == {2}  # warm up
         start = time.perf_counter()

@@ -5,7 +5,8 @@ read once, N · K numbers, and there is hardly any arithmetic for each. So what 
 in memory decides, and W is dequantized in registers, on its way into the matrix instruction:
 
     16 bits   as stored
-    8 bits    w = scale · q, one scale a row (LLM.int8(), Dettmers et al. 2022, section 2.1)
+    8 bits    w = scale · q, one scale a row (LLM.int8(), Dettmers et al. 2022, section 2.1); q is a
+              whole number or an 8-bit float, which needs compute capability 8.9
     4 bits    w = scale · (q - 8) + zero, both for each group of numbers in a row; byte j of a
               row holds number 2j in its low half and number 2j + 1 in its high half
 
@@ -62,7 +63,7 @@ def few_rows_kernel(
         else:
             k = k0 + tl.arange(0, BLOCK_K)
             w = W + n.to(tl.int64)[:, None] * K + k[None, :]
-            w_tile = tl.load(w, mask=(n[:, None] < N) & (k[None, :] < K), other=0)
+            w_tile = tl.load(w, mask=(n[:, None] < N) & (k[None, :] < K), other=0.0)
             x = X + m[None, :] * K + k[:, None]  # (BLOCK_K, BLOCK_M)
             x_tile = tl.load(x, mask=(m[None, :] < M) & (k[:, None] < K), other=0.0)
             acc = tl.dot(w_tile.to(x_tile.dtype), x_tile, acc, input_precision="ieee")

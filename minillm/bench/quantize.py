@@ -1,0 +1,192 @@
+"""Fewer bits, fewer weights: bytes, quality and speed together, and against llama.cpp.
+
+Bound of decode: what is stored, over the measured bandwidth (`quantize.decode_bytes`). Quality is
+measured on two texts that the calibration did not see, by perplexity, and by the KL divergence and
+the agreement of the likeliest tokens with the float32 model. The default checkpoint was quantized
+by its makers: `load(dtype="int4")` keeps their numbers, while `quantize` rounds them again.
+"""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from minillm.bench.decode import decode_seconds
+from minillm.bench.peers import LLAMA_CPP, has, llama_cpp_decode_seconds
+from minillm.bench.recording import Recording, alternate
+from minillm.evaluate import difference, evaluation_text, perplexity
+from minillm.generate import generate
+from minillm.kv_cache import KVCache
+from minillm.measure import read_bandwidth, seconds
+from minillm.model import Decoder
+from minillm.quantize import decode_bytes, model_bytes, quantize
+from minillm.quantized_kv import QuantizedKVCache
+from minillm.sparsity import sparsify
+
+Forms = dict[str, Callable[[], Decoder]]
+
+
+def bench(device: torch.device) -> Path:
+    """On a CPU: the default checkpoint in every form."""
+    from minillm.weights import load
+
+    if device.type == "cuda":
+        raise ValueError(
+            "bench quantize needs the default checkpoint's weights; give --device cpu."
+        )
+    model, tokenizer = load(device=device, dtype="float32")
+    assert tokenizer is not None
+    ids = {name: tokenizer.encode(evaluation_text(name)) for name in ("python", "austen")}
+    calibration = torch.tensor(ids["python"][-8 * 256 :]).view(8, 256)
+    texts = {name: tokens[:2048] for name, tokens in ids.items()}
+    settings = {"model": model.config.name, "calibration": "8 x 256 tokens of python",
+                "evaluation": "the first 2048 tokens of each text"}  # fmt: skip
+    recording = Recording("quantize", device, settings)
+    forms = _forms(model, lambda dtype: load(device=device, dtype=dtype)[0], calibration)
+    prompt = tokenizer.encode("The three laws of robotics are")
+    fast = ("float32", "bfloat16", "int8", "int4, the file's own", "w8a8", "2:4, magnitude")
+    measure_speed(recording, {name: forms[name]() for name in fast}, prompt)
+    measure_quality(recording, model, forms, texts)
+    measure_caches(recording, model, texts["python"][:1024])
+    return recording.path
+
+
+def _forms(model: Decoder, load: Callable[[str], Decoder], calibration: torch.Tensor) -> Forms:
+    """Every form of the model by its name in the tables."""
+
+    def made(scheme: str, **options: Any) -> Callable[[], Decoder]:
+        return lambda: quantize(model, scheme, **options)
+
+    def sparse(**options: Any) -> Callable[[], Decoder]:
+        return lambda: sparsify(model, **options)
+
+    known = {"calibration": calibration}
+    return {
+        "float32": lambda: model,
+        "bfloat16": lambda: load("bfloat16"),
+        "int8": made("int8"),
+        "fp8": made("fp8"),
+        "w8a8, one scale a tensor": made("w8a8", per="tensor"),
+        "w8a8": made("w8a8"),
+        "llm_int8": made("llm_int8"),
+        "llm_int8, calibrated": made("llm_int8", **known),
+        "smoothquant": made("smoothquant", **known),
+        "int4, the file's own": lambda: load("int4"),
+        "int4": made("int4"),
+        "int4, groups of 64": made("int4", group_size=64),
+        "int4, symmetric": made("int4", symmetric=True),
+        "gptq": made("gptq", **known),
+        "awq": made("awq", **known),
+        "3 bits": made("int4", bits=3),
+        "3 bits, gptq": made("gptq", bits=3, **known),
+        "3 bits, awq": made("awq", bits=3, **known),
+        "2:4, magnitude": sparse(),
+        "2:4, wanda": sparse(method="wanda", **known),
+        "2:4, wanda, recovered": sparse(method="wanda", recover=True, **known),
+        "2:4, wanda, recovered, int8": sparse(
+            method="wanda", recover=True, values="int8", **known
+        ),
+    }  # fmt: skip
+
+
+def measure_speed(
+    recording: Recording, models: dict[str, Decoder], prompt: list[int], *,
+    n: int = 48, prompt_tokens: int = 512, repeats: int = 7,
+) -> None:  # fmt: skip
+    """A row for each form: decoded tokens a second; and the prompt tokens a second of a prefill."""
+    device = recording.device
+    fns = {
+        name: (lambda m: lambda: decode_seconds(lambda k: generate(m, prompt, k), n, device))(model)
+        for name, model in models.items()
+    }
+    if has("xllamacpp", recording, LLAMA_CPP):
+        threads = torch.get_num_threads()
+        fns[LLAMA_CPP] = lambda: llama_cpp_decode_seconds(prompt, n, threads)
+    bandwidth = [read_bandwidth(device, torch.bfloat16) for _ in range(7)]
+    times = alternate(fns, repeats)
+    took = {name: median(values) for name, values in times.items()}
+    context = len(prompt) + n // 2
+    for name, model in models.items():
+        bound = decode_bytes(model, context) / median(bandwidth)
+        against = {
+            other: took[other] / took[name]
+            for other in ("float32", "bfloat16", LLAMA_CPP)
+            if other in took and other != name
+        }
+        print(f"decode, {name}: {took[name] * 1e3:.2f} ms, {bound / took[name]:.0%} of the bound")
+        row = {
+            "what": f"decode, {name}",
+            "value": 1 / took[name],
+            "unit": "tokens/s",
+            "of_bound": bound / took[name],
+            "against": against,
+        }
+        recording.add(row, {f"decode {name}": times[name]})
+    recording.add(None, {"bandwidth": bandwidth, LLAMA_CPP: times.get(LLAMA_CPP, [])})
+    prefills = {name: _prefill(model, prompt_tokens) for name, model in models.items()}
+    times = alternate(prefills, repeats)
+    base = median(times["float32"])
+    for name, values in times.items():
+        row = {
+            "what": f"prefill of {prompt_tokens} tokens, {name}",
+            "value": prompt_tokens / median(values),
+            "unit": "tokens/s",
+            "against": {} if name == "float32" else {"float32": base / median(values)},
+        }
+        print(f"{row['what']}: {row['value']:.0f} tokens/s")
+        recording.add(row, {f"prefill {name}": values})
+
+
+def _prefill(model: Decoder, n: int) -> Callable[[], float]:
+    tokens = (torch.arange(n, device=model.device) * 7 % model.config.vocab_size)[None]
+
+    @torch.inference_mode()
+    def once() -> None:
+        model.head(model.hidden(tokens, KVCache(model, 1, n))[:, -1])
+
+    return lambda: seconds(once, model.device)
+
+
+def measure_quality(
+    recording: Recording, model: Decoder, forms: Forms, texts: dict[str, list[int]]
+) -> None:
+    """Of every form: bytes, perplexity on each text, KL divergence and agreement on the first."""
+    first = next(iter(texts.values()))
+    quality = recording.document["quality"] = {}
+    for name, make in forms.items():
+        form = make()
+        found = difference(form, model, first)
+        quality[name] = {
+            "bytes": model_bytes(form),
+            "perplexity": {text: perplexity(form, ids) for text, ids in texts.items()},
+            "kl": found.kl,
+            "agreement": found.agreement,
+        }
+        print(f"{name}: {quality[name]}", flush=True)
+        recording.add(None, {})
+        del form
+        gc.collect()
+
+
+@torch.inference_mode()
+def measure_caches(recording: Recording, model: Decoder, ids: list[int]) -> None:
+    """Of every form of the KV cache: bytes a token, KL divergence and agreement."""
+    tokens = torch.tensor([ids])
+    right = model(tokens)[0].log_softmax(-1)
+    caches = recording.document["caches"] = {}
+    for bits in (8, 4):
+        for keys in ("token", "channel"):
+            cache = QuantizedKVCache(model, 1, len(ids), bits=bits, keys=keys)
+            found = model(tokens, cache)[0].log_softmax(-1)
+            kl = torch.nn.functional.kl_div(found, right, log_target=True, reduction="sum")
+            same = (found.argmax(-1) == right.argmax(-1)).float().mean()
+            caches[f"int{bits}, keys per {keys}"] = {
+                "bytes_per_token": cache.nbytes / len(ids),
+                "kl": float(kl) / len(ids),
+                "agreement": float(same),
+            }
+    print(caches)
+    recording.add(None, {})
