@@ -17,7 +17,6 @@ import logging
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import takewhile
 
 import torch
@@ -25,10 +24,12 @@ from torch import Tensor
 
 from minillm.checks import brief
 from minillm.cuda_graphs import DecodeGraphs
+from minillm.engine_config import EngineConfig
 from minillm.generate import check_request
 from minillm.kv_cache import Rows
 from minillm.model import Decoder
 from minillm.paged import PagedKVCache
+from minillm.proposals import Proposals
 from minillm.quantized_kv import rows_for
 from minillm.request import Completion, Request
 from minillm.sampling import Sampling
@@ -37,33 +38,6 @@ from minillm.steps import Taker, draw_tokens, forward
 from minillm.timeline import Clock, Stats
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """How much memory and how many requests at once.
-
-    n_blocks blocks of block_size tokens are the cache; they take
-    `costs.kv_cache_bytes(config, 1, n_blocks * block_size, dtype)` bytes.
-    max_seqs: requests running at once. max_waiting: requests that may wait besides, or None.
-    max_batch_tokens: tokens computed in one step, prompts included. More gives more throughput,
-    fewer a shorter pause for the requests that decode.
-    policy "static" is the baseline: a batch starts when the last is over, and its answers come
-    when its longest is done. cuda_graphs: replay decode steps on a GPU (`minillm.cuda_graphs`).
-    kv_dtype: None, "int8" or "int4" (`minillm.quantized_kv`).
-    """
-
-    n_blocks: int
-    block_size: int = 16
-    max_seqs: int = 64
-    max_batch_tokens: int = 512
-    policy: str = "continuous"
-    prefix_caching: bool = True
-    chunked_prefill: bool = True
-    max_waiting: int | None = None
-    kv_dtype: str | None = None
-    cuda_graphs: bool = False
-    backend: str = "auto"
 
 
 class Engine:
@@ -102,6 +76,8 @@ class Engine:
             max_waiting=c.max_waiting,
         )
         self.stats = Stats()
+        if proposer is None and c.drafter is not None:
+            proposer = Proposals(c.drafter, model, c.k)
         self._proposer, self._next_id, self._in_order = proposer, 0, True
         self._requests: dict[int, Request] = {}  # all that are not handed out, oldest first
         self._ended: list[Request] = []  # those of them that are over

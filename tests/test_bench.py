@@ -80,7 +80,7 @@ def test_quantize(recording, monkeypatch):
     monkeypatch.setattr(bench_quantize, "llama_cpp_decode_seconds", lambda *_: 1e-3)
     sizes = {"d_model": 64, "n_heads": 4, "n_kv_heads": 2, "d_head": 16, "d_ff": 128}
     model = Decoder(tiny_config(**sizes)).eval().requires_grad_(False)
-    known = torch.arange(80).view(2, 40)
+    known = {"python": torch.arange(80).view(2, 40), "austen": torch.arange(10, 50).view(1, 40)}
     forms = bench_quantize._forms(model, lambda _: model, known)
     fast = {name: forms[name]() for name in ("float32", "int8", "2:4, magnitude")}
     bench_quantize.measure_speed(recording, fast, [1, 2], n=2, prompt_tokens=8, **REPEATS)

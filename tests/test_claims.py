@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 from models import tiny_config
 
 from minillm import Decoder, Engine, EngineConfig, Hardware, ModelConfig, costs
@@ -14,6 +15,7 @@ from minillm.blocks import BlockManager
 from minillm.config import PRESETS
 from minillm.fragmentation import simulate
 from minillm.hardware import roofline_seconds
+from minillm.sparsity import compress, mask_2_4
 from minillm.virtual_time import VirtualClock, step_seconds
 from minillm.workload import AZURE_OUTPUT, AZURE_PROMPT, draw_length
 
@@ -298,6 +300,33 @@ def test_claim_25_latency_is_ttft_and_the_steps_after_it():
     assert second.ttft == pytest.approx(first.latency + prefill)
     assert first.latency == pytest.approx(prefill + sum(decodes))
     assert first.latency == pytest.approx(first.ttft + first.tpot * 10)
+
+
+def test_claim_4_and_27_bytes_a_parameter():
+    """1 byte in int8: true up to 1%, for its scales. 4 bits in groups of 32 are 5, and a head.
+
+    So 80 GB hold Llama-2-70B in int8 and in int4, and in 16 bits they don't; 48 GB in int4.
+    """
+    for name in ("llama-2-7b", "llama-2-70b", "smollm2-135m"):
+        c = ModelConfig.preset(name)
+        n, rows = costs.param_count(c), c.vocab_size * c.d_model
+        untied = 0 if c.tie_embeddings else rows  # an embedding of its own stays in 16 bits
+        assert n < costs.quantized_bytes(c, "int8") - untied < 1.01 * n
+        in_layers = n - rows - untied
+        assert costs.quantized_bytes(c, "int4") == pytest.approx(
+            in_layers * 5 / 8 + rows + 2 * untied, rel=2e-3
+        )
+    large = ModelConfig.preset("llama-2-70b")
+    assert costs.weight_bytes(large, "float16") > 80 * GB > costs.quantized_bytes(large, "int8")
+    assert costs.quantized_bytes(large, "int4") < 48 * GB
+
+
+def test_claim_30_the_indices_count():
+    """2:4 takes 56.25% of 16-bit bytes and 62.5% of 8-bit ones, not half."""
+    mask = mask_2_4(torch.randn(64, 256))
+    for dtype, share in ((torch.bfloat16, 0.5625), (torch.int8, 0.625)):
+        dense = torch.ones(64, 256, dtype=dtype)
+        assert compress(dense, mask).nbytes == share * dense.nbytes
 
 
 def test_claim_37_flops_grew_faster_than_memory():

@@ -40,12 +40,12 @@ def bench(device: torch.device) -> Path:
     model, tokenizer = load(device=device, dtype="float32")
     assert tokenizer is not None
     ids = {name: tokenizer.encode(evaluation_text(name)) for name in ("python", "austen")}
-    calibration = torch.tensor(ids["python"][-8 * 256 :]).view(8, 256)
+    ends = {name: torch.tensor(tokens[-8 * 256 :]).view(8, 256) for name, tokens in ids.items()}
     texts = {name: tokens[:2048] for name, tokens in ids.items()}
-    settings = {"model": model.config.name, "calibration": "8 x 256 tokens of python",
+    settings = {"model": model.config.name, "calibration": "the last 8 x 256 tokens of each text",
                 "evaluation": "the first 2048 tokens of each text"}  # fmt: skip
     recording = Recording("quantize", device, settings)
-    forms = _forms(model, lambda dtype: load(device=device, dtype=dtype)[0], calibration)
+    forms = _forms(model, lambda dtype: load(device=device, dtype=dtype)[0], ends)
     prompt = tokenizer.encode("The three laws of robotics are")
     fast = ("float32", "bfloat16", "int8", "int4, the file's own", "w8a8", "2:4, magnitude")
     measure_speed(recording, {name: forms[name]() for name in fast}, prompt)
@@ -54,8 +54,10 @@ def bench(device: torch.device) -> Path:
     return recording.path
 
 
-def _forms(model: Decoder, load: Callable[[str], Decoder], calibration: torch.Tensor) -> Forms:
-    """Every form of the model by its name in the tables."""
+def _forms(
+    model: Decoder, load: Callable[[str], Decoder], calibration: dict[str, torch.Tensor]
+) -> Forms:
+    """Every form of the model by its name in the tables. calibration: a batch of each text."""
 
     def made(scheme: str, **options: Any) -> Callable[[], Decoder]:
         return lambda: quantize(model, scheme, **options)
@@ -63,7 +65,8 @@ def _forms(model: Decoder, load: Callable[[str], Decoder], calibration: torch.Te
     def sparse(**options: Any) -> Callable[[], Decoder]:
         return lambda: sparsify(model, **options)
 
-    known = {"calibration": calibration}
+    known = {"calibration": list(calibration.values())}
+    half_known = {"calibration": calibration["python"]}
     return {
         "float32": lambda: model,
         "bfloat16": lambda: load("bfloat16"),
@@ -82,6 +85,7 @@ def _forms(model: Decoder, load: Callable[[str], Decoder], calibration: torch.Te
         "awq": made("awq", **known),
         "3 bits": made("int4", bits=3),
         "3 bits, gptq": made("gptq", bits=3, **known),
+        "3 bits, gptq, python only": made("gptq", bits=3, **half_known),
         "3 bits, awq": made("awq", bits=3, **known),
         "2:4, magnitude": sparse(),
         "2:4, wanda": sparse(method="wanda", **known),

@@ -1,0 +1,144 @@
+"""Drafters: who guesses which tokens come next, cheaply enough to be wrong.
+
+Sources: Leviathan et al. 2023, section 2.3 (a smaller model); Saxena 2023 (prompt lookup).
+Cost: a pass of the small model for each guess; a look into a dictionary for an n-gram.
+
+    ModelDrafter    any model with the same vocabulary: a student, a copy with fewer layers or bits
+    NgramDrafter    what followed the last tokens when they stood in the text before
+
+A drafter is made once and keeps nothing. `start` opens a session for one sequence, and the session
+may remember what it has computed: `propose` always gets the whole sequence, and the session finds
+out by itself what of its memory still holds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from minillm.checks import check_whole
+from minillm.kv_cache import KVCache
+from minillm.model import Decoder
+from minillm.sampling import Sampling, pick, probabilities
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Guesses for the tokens that follow; at most as many as were asked for.
+
+    probs (n, V): the distributions that they were drawn from; None if nothing was drawn.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    probs: Tensor | None = None
+
+
+class Session(Protocol):
+    """One sequence."""
+
+    def propose(self, ids: Sequence[int], k: int, uniforms: Sequence[float]) -> Draft:
+        """Up to k tokens that may follow `ids`; uniforms: a number in [0, 1) to draw each with."""
+        ...
+
+
+class Drafter(Protocol):
+    """What `speculative_generate` and the engine take."""
+
+    def start(self, target: Decoder, max_len: int, sampling: Sampling | None) -> Session:
+        """A session for a sequence of at most max_len tokens, whose tokens are drawn like that.
+
+        ValueError for a target that it cannot draft for.
+        """
+        ...
+
+
+class ModelDrafter:
+    """A smaller, shallower or coarser model with the target's vocabulary."""
+
+    def __init__(self, model: Decoder):
+        self.model = model
+
+    def start(self, target: Decoder, max_len: int, sampling: Sampling | None) -> "_ModelSession":
+        mine, theirs = self.model.config.vocab_size, target.config.vocab_size
+        if mine != theirs:
+            raise ValueError(
+                f"The drafting model has {mine} token ids and the target {theirs}; both must have "
+                "the same vocabulary."
+            )
+        return _ModelSession(self.model, max_len, sampling)
+
+
+class _ModelSession:
+    def __init__(self, model: Decoder, max_len: int, sampling: Sampling | None):
+        self._model = model
+        self._greedy = sampling is None or sampling.greedy
+        self._sampling = sampling
+        self._cache = KVCache(model, 1, min(max_len, model.config.max_seq_len))
+        self._seen: list[int] = []  # the tokens that the cache holds
+
+    @torch.inference_mode()
+    def propose(self, ids: Sequence[int], k: int, uniforms: Sequence[float]) -> Draft:
+        # What was guessed wrong is forgotten, and the newest token always computed.
+        same = _common_start(self._seen, ids[:-1])
+        self._cache.rewind(len(self._seen) - same)
+        del self._seen[same:]
+        tokens, rows = [], []
+        fed = list(ids[same:])
+        for i in range(min(k, self._cache.max_len - len(ids) + 1)):
+            hidden = self._model.hidden(torch.tensor([fed], device=self._model.device), self._cache)
+            self._seen += fed
+            logits = self._model.head(hidden[0, -1:])  # (1, V)
+            if self._greedy:
+                fed = [int(logits[0].float().argmax())]
+            else:
+                rows.append(probabilities(logits, self._sampling))
+                fed = pick(rows[-1], uniforms[i : i + 1])
+                if fed[0] < 0:
+                    raise ValueError("The drafting model's logits are not numbers (NaN).")
+            tokens += fed
+        return Draft(tokens, torch.cat(rows) if rows else None)
+
+
+def _common_start(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    for n, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return n
+    return min(len(a), len(b))
+
+
+class NgramDrafter:
+    """Prompt lookup: the tokens that followed the last few, where these stood before.
+
+    The longest of the last `longest` … `shortest` tokens that occurred decides, at its latest
+    place. Good where an answer repeats its prompt: code that is edited, a text that is quoted.
+    """
+
+    def __init__(self, longest: int = 4, shortest: int = 2):
+        check_whole("shortest", shortest)
+        check_whole("longest", longest, least=shortest)
+        self.lengths = range(longest, shortest - 1, -1)
+
+    def start(self, target: Decoder, max_len: int, sampling: Sampling | None) -> "_NgramSession":
+        return _NgramSession(self.lengths)
+
+
+class _NgramSession:
+    """ids only grow, so each place is looked at once."""
+
+    def __init__(self, lengths: Sequence[int]):
+        self._places: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in lengths}
+        self._n_seen = 0  # tokens whose n-grams are known, with the token that follows
+
+    def propose(self, ids: Sequence[int], k: int, uniforms: Sequence[float]) -> Draft:
+        for n, places in self._places.items():
+            for end in range(max(n, self._n_seen), len(ids)):
+                places[tuple(ids[end - n : end])] = end
+        self._n_seen = len(ids)
+        for n, places in self._places.items():
+            end = places.get(tuple(ids[len(ids) - n :])) if len(ids) >= n else None
+            if end is not None:
+                return Draft(list(ids[end : end + k]))
+        return Draft()

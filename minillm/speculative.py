@@ -1,0 +1,136 @@
+"""Speculative decoding: several tokens from one pass of the model, and the same answer.
+
+Sources: Leviathan et al. 2023, section 2 and algorithm 1; Chen et al. 2023, algorithm 2. Stern et
+al. 2018 (blockwise parallel decoding) is the ancestor, for greedy decoding.
+Cost: a round drafts k tokens, each c times a target pass, and verifies them in one pass over k + 1
+tokens. If each guess is accepted with probability α, it yields (1 - α^(k+1)) / (1 - α) tokens, so
+it is
+
+    (1 - α^(k+1)) / ((1 - α) (c k + 1))        times as fast as decoding
+
+where a pass over k + 1 tokens takes as long as one over a single token: where reading the weights
+is what takes the time. `speedup` computes it.
+
+The accept rule, for a guess x drawn from q where the target's distribution is p: keep it with
+probability min(1, p(x) / q(x)); otherwise draw from the positive part of p - q instead, and stop.
+Then what comes out is distributed as p, whatever q was (Leviathan et al., appendix A.1). After k
+accepted guesses the pass has one more distribution to offer, and a bonus token is drawn from it.
+Greedy decoding is the case in which p has one token.
+Not here: trees of guesses.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minillm.checks import check_whole
+from minillm.drafters import Draft, Drafter
+from minillm.generate import check_request
+from minillm.kv_cache import KVCache
+from minillm.model import Decoder
+from minillm.sampling import Sampling, pick, probabilities
+
+
+@dataclass(frozen=True)
+class SpeculativeResult:
+    """The new tokens, and what they took.
+
+    target_calls: passes of the target, the prompt's included. drafted: guesses that were verified;
+    accepted: those of them that are in the answer.
+    """
+
+    tokens: list[int]
+    target_calls: int
+    drafted: int
+    accepted: int
+
+
+@torch.inference_mode()
+def speculative_generate(
+    target: Decoder,
+    drafter: Drafter,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    *,
+    k: int,
+    sampling: Sampling | None = None,
+    stop_ids: Iterable[int] = (),
+    on_token: Callable[[int], None] | None = None,
+) -> SpeculativeResult:
+    """Continue a prompt as `generate` would, k guesses of `drafter` at a time.
+
+    Greedy tokens are those of `generate`, up to rounding: a pass over several tokens may add up in
+    another order. Sampled ones have the same distribution, though not the same draws. A stop token
+    is the last. on_token: called with each token as soon as it is certain.
+    Raises ValueError or TypeError for what `generate` refuses, k below 1, and a drafter that does
+    not fit the target.
+    """
+    ids, stop = check_request(target, prompt_ids, max_new_tokens, sampling, stop_ids)
+    check_whole("k", k)
+    longest = len(ids) + max_new_tokens
+    session = drafter.start(target, longest, sampling)
+    cache = KVCache(target, 1, longest) if max_new_tokens else None
+    stream = random.Random(None if sampling is None else sampling.seed)
+    new: list[int] = []
+    calls = drafted = accepted = 0
+    while len(new) < max_new_tokens and not (new and new[-1] in stop):
+        draft, pending = Draft(), ids if not new else ids[-1:]
+        room = max_new_tokens - len(new) - 1  # one token comes without a guess
+        if new and room:
+            wanted = min(k, room)
+            draft = session.propose(ids, wanted, [stream.random() for _ in range(wanted)])
+        fed = torch.tensor([[*pending, *draft.tokens]], device=target.device)
+        hidden = target.hidden(fed, cache)[0, len(pending) - 1 :]
+        tokens = verified(draft, target.head(hidden), sampling, stream)
+        if tokens[-1] < 0:
+            raise ValueError("The model's logits are not numbers (NaN); nothing can be drawn.")
+        end = next((i for i, token in enumerate(tokens) if token in stop), len(tokens) - 1)
+        calls, drafted = calls + 1, drafted + len(draft.tokens)
+        accepted += min(end + 1, len(tokens) - 1)
+        cache.rewind(len(draft.tokens) - end)  # all but the newest token stay
+        for token in tokens[: end + 1]:
+            ids.append(token)
+            new.append(token)
+            if on_token is not None:
+                on_token(token)
+    return SpeculativeResult(new, calls, drafted, accepted)
+
+
+def verified(
+    draft: Draft, logits: Tensor, sampling: Sampling | None, stream: random.Random
+) -> list[int]:
+    """The guesses that stand, and one token more; -1 for logits that are not numbers.
+
+    logits (n + 1, V): the target's, after the newest token and after each of the n guesses.
+    """
+    if sampling is not None and not sampling.greedy:
+        return accepted(draft, probabilities(logits, sampling), stream)
+    best = logits.float().argmax(-1).tolist()
+    n = next((i for i, token in enumerate(draft.tokens) if token != best[i]), len(draft.tokens))
+    return best[: n + 1]
+
+
+def accepted(draft: Draft, p: Tensor, stream: random.Random) -> list[int]:
+    """The accept rule, with the target's distributions p (n + 1, V)."""
+    for i, token in enumerate(draft.tokens):
+        q = torch.zeros_like(p[i]) if draft.probs is None else draft.probs[i].to(p.device)
+        if draft.probs is None:
+            q[token] = 1.0  # a guess that nobody drew was certain
+        if stream.random() * float(q[token]) < float(p[i, token]):
+            continue
+        rest = (p[i] - q).clamp(min=0)
+        rest = rest if float(rest.sum()) > 0 else p[i]  # p and q equal, up to rounding
+        return draft.tokens[:i] + pick(rest[None], [stream.random()])
+    return draft.tokens + pick(p[-1:], [stream.random()])
+
+
+def speedup(alpha: float, k: int, c: float) -> float:
+    """(1 - α^(k+1)) / ((1 - α)(c k + 1)) (Leviathan et al. 2023, theorem 3.8).
+
+    alpha: the share of guesses that is accepted; c: a draft pass over a target pass.
+    """
+    tokens = k + 1 if alpha == 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
+    return tokens / (c * k + 1)
