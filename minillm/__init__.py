@@ -23,6 +23,8 @@ _HOME = {  # public name -> the module that defines it
     "prepack": "prepack",
     "quantize": "quantize",
     "sparsify": "sparsity",
+    "make_student": "distill",
+    "distill": "distill",
     "ModelDrafter": "drafters",
     "NgramDrafter": "drafters",
     "speculative_generate": "speculative",
@@ -72,7 +74,7 @@ __all__ = [*_HOME, *_MODULES]
 class _Package(ModuleType):
     """The package, whose functions keep their names.
 
-    `attention`, `generate`, `prepack`, `quantize` and `card` are functions in modules of the same
+    `attention`, `generate`, `prepack`, `quantize`, `distill` and `card` are functions in modules of the same
     name.
     Importing a module binds it to its name in the package; here that name stays the function's.
     """

@@ -2,14 +2,26 @@
 
 Sources: Loshchilov and Hutter 2019 (AdamW); Ainslie et al. 2023, section 2.1 (uptraining).
 Cost: about three forward passes a step, 6 FLOPs a parameter and token (Kaplan et al. 2020).
-Not here: learning-rate schedules, mixed precision, checkpoints.
+The loop takes any loss: that of the next token, of a teacher (`minillm.distill`), of extra heads.
+A long run writes a checkpoint from time to time, and goes on from it when it is started again.
+Not here: several devices, gradients summed over batches.
 """
 
-from collections.abc import Iterable
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import islice
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from minillm.model import Decoder
 
@@ -30,20 +42,118 @@ def uptrain(model: Decoder, batches: Iterable[Tensor], *, lr: float) -> list[flo
     heads are merged, for a share α of the original steps; nothing is special about it, so a small
     model can be trained from scratch with it as well.
     """
-    learned = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    model.requires_grad_(True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-    losses = []
+    return fit(model, list(model.parameters()), batches, partial(next_token_loss, model), lr=lr)
+
+
+def fit(
+    model: nn.Module,
+    learned: Sequence[nn.Parameter],
+    batches: Iterable[Tensor],
+    loss: Callable[[Tensor], Tensor],
+    *,
+    lr: float | Callable[[int], float],
+    checkpoint: Path | None = None,
+    every: int = 100,
+    total: int | None = None,
+    autocast: bool = False,
+) -> list[float]:
+    """One AdamW step on `loss(batch)` for each batch; returns the loss before each step.
+
+    learned: the parameters of `model` that change. lr: a number, or the rate of step i, from 0.
+    checkpoint: a .safetensors file, written whole or not at all every so many steps and at the
+    end. If it is there, training goes on after its last step: give the same batches again, and the
+    first ones are skipped. total: of batches, for a progress bar. autocast: products in bfloat16.
+    ValueError for a checkpoint of other parameters.
+    """
+    asked = [(p, p.requires_grad) for p in model.parameters()]
+    model.requires_grad_(False)
+    for p in learned:
+        p.requires_grad_(True)
+    rate = lr if callable(lr) else lambda _: lr
+    optimizer = torch.optim.AdamW(learned, lr=rate(0), betas=(0.9, 0.95), weight_decay=0.0)
+    device = learned[0].device
+    losses = _resumed(checkpoint, learned, optimizer)
+    rest = islice(iter(batches), len(losses), None)
+    bar = tqdm(rest, total=total, initial=len(losses), mininterval=1, disable=total is None)
+    half = torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext()
     try:
-        for tokens in batches:
-            loss = next_token_loss(model, tokens)
+        for batch in bar:
+            optimizer.param_groups[0]["lr"] = rate(len(losses))
+            with half:
+                value = loss(batch)
             optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            value.backward()
+            nn.utils.clip_grad_norm_(learned, 1.0)
             optimizer.step()
-            losses.append(loss.item())
+            losses.append(value.item())
+            bar.set_postfix_str(f"loss {losses[-1]:.3f}", refresh=False)
+            if checkpoint is not None and len(losses) % every == 0:
+                _save(checkpoint, learned, optimizer, losses)
+        if checkpoint is not None:
+            _save(checkpoint, learned, optimizer, losses)
     finally:
         optimizer.zero_grad()  # gradients are as large as the model, and no longer needed
-        for parameter, required in learned:
-            parameter.requires_grad_(required)
+        for p, required in asked:
+            p.requires_grad_(required)
+    return losses
+
+
+def warmup_and_decay(lr: float, n_steps: int, warmup: float = 0.05) -> Callable[[int], float]:
+    """The rate of each step: up in a line over a share of the steps, then half a cosine to 0.
+
+    Source: Loshchilov and Hutter 2017 (SGDR), equation 5.
+    """
+    rising = max(1, round(warmup * n_steps))
+
+    def rate(step: int) -> float:
+        if step < rising:
+            return lr * (step + 1) / rising
+        through = (step - rising) / max(1, n_steps - rising)
+        return lr * (1 + math.cos(math.pi * min(1.0, through))) / 2
+
+    return rate
+
+
+def _save(
+    path: Path, learned: Sequence[nn.Parameter], optimizer: torch.optim.AdamW, losses: list[float]
+) -> None:
+    """Parameters, AdamW's two moments and the losses; under another name first, so never half."""
+    tensors = {}
+    for i, p in enumerate(learned):
+        state = optimizer.state[p]
+        tensors |= {f"{i}.value": p.detach(), f"{i}.mean": state["exp_avg"]}
+        tensors[f"{i}.square"] = state["exp_avg_sq"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    contiguous = {name: t.contiguous().clone() for name, t in tensors.items()}
+    try:
+        save_file(contiguous, part, metadata={"losses": json.dumps(losses)})
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _resumed(
+    path: Path | None, learned: Sequence[nn.Parameter], optimizer: torch.optim.AdamW
+) -> list[float]:
+    """Parameters and moments as the checkpoint has them; the losses so far, none without one."""
+    if path is None or not path.exists():
+        return []
+    with safe_open(path, "pt") as file:
+        losses = json.loads((file.metadata() or {}).get("losses", "[]"))
+        fits = len(file.keys()) == 3 * len(learned) and all(
+            tuple(file.get_slice(f"{i}.value").get_shape()) == p.shape
+            for i, p in enumerate(learned)
+        )
+        if not fits:
+            raise ValueError(
+                f"{path} is a checkpoint of other parameters; give another path, or delete it."
+            )
+        for i, p in enumerate(learned):
+            p.data.copy_(file.get_tensor(f"{i}.value"))
+            optimizer.state[p] = {
+                "step": torch.tensor(float(len(losses))),
+                "exp_avg": file.get_tensor(f"{i}.mean").to(p.device),
+                "exp_avg_sq": file.get_tensor(f"{i}.square").to(p.device),
+            }
     return losses
