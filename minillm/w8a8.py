@@ -50,7 +50,7 @@ class W8A8Linear(Int8Linear):
 
     def product(self, x: Tensor) -> Tensor:
         q, scale = rounded(x, self.per)
-        return (int8_product(q, self.weight) * scale * self.scale).to(x.dtype)
+        return (int8_product(q, self.weight) * self.scale.float()).mul_(scale).to(x.dtype)
 
 
 class OutlierLinear(W8A8Linear):
@@ -104,18 +104,17 @@ class OutlierLinear(W8A8Linear):
 
 def rounded(x: Tensor, per: str = "token") -> tuple[Tensor, Tensor]:
     """x (M, K) as int8, with its scales (M, 1) or (1, 1) in float32."""
-    x = x.float()
-    largest = x.abs().amax(1, keepdim=True)
+    largest = x.abs().amax(1, keepdim=True).float()
     scale = (largest if per == "token" else largest.amax(0, keepdim=True)) / 127
-    return (x / divisor(scale)).round().to(torch.int8), scale
+    return (x / divisor(scale)).round_().to(torch.int8), scale
 
 
 def int8_product(q: Tensor, weight: Tensor) -> Tensor:
-    """q (M, K) times weight (N, K), both int8: (M, N) in float32, summed exactly in int32."""
+    """q (M, K) times weight (N, K), both int8: (M, N), summed exactly in int32."""
     M = len(q)
     if q.is_cuda:
         q = F.pad(q, (0, 0, 0, max(0, 32 - M)))
-    return torch._int_mm(q, weight.T)[:M].float()
+    return torch._int_mm(q, weight.T)[:M]
 
 
 def smoothing(weight: Tensor, inputs: Inputs, alpha: float) -> Tensor:
