@@ -177,9 +177,11 @@ def _generate(options: argparse.Namespace) -> None:
 
 
 def _chat(options: argparse.Namespace) -> None:
+    from minillm.quantize import stored_as
+
     model, tokenizer = _load(options)
     messages: list[dict[str, str]] = []
-    print("Ask something; an empty line ends.")
+    print(f"{model.config.name}, {stored_as(model)}. Ask something; an empty line ends.")
     while True:
         try:
             question = input("> ").strip()

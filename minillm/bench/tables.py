@@ -1,4 +1,4 @@
-"""The README's results, generated from the recorded files: five in plain words, then all."""
+"""The README's results, generated from the recorded files: a few in plain words, then all."""
 
 import json
 from pathlib import Path
@@ -45,10 +45,11 @@ def results_table(folder: Path) -> str:
 
 
 def highlights(folder: Path) -> str:
-    """Five results on a CPU in plain words, as a Markdown table; those that are recorded."""
+    """Some results on a CPU in plain words, as a Markdown table; those that are recorded."""
     lines = ["| on two CPU cores | |", "| --- | --- |"]
     for name, begins, words, shown in (
         ("decode", "decode", "one user", _speed),
+        ("quantize", "decode, int4", "one user, weights in 4 bits", _speed),
         ("prefill", "prefill", "reading a prompt of 512 tokens", _speed),
         ("serve", "serve 16 requests at once, answers of many", "16 users at once", _speed),
         ("serve", "TTFT", "a prompt whose first 512 tokens are known", _first_token),
@@ -69,7 +70,7 @@ def _speed(row: dict[str, Any]) -> str:
     parts += [
         f"{ratio:.1f} × {peer}"
         for peer, ratio in row.get("against", {}).items()
-        if peer in ("transformers", "one at a time")
+        if peer in ("transformers", "one at a time", "float32")
     ]
     return ", ".join(parts)
 
