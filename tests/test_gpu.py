@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models import lively
 from plain_attention import (
     FLOOR,
@@ -21,9 +22,10 @@ from plain_attention import (
 from torch import Tensor
 
 import minillm
-from minillm import KVCache, Sampling, generate, per_token
+from minillm import Engine, EngineConfig, KVCache, Sampling, generate, per_token, quantize
 from minillm.attention import BACKENDS, attention
 from minillm.grid import pack
+from minillm.sparsity import SparseLinear, compress, mask_2_4
 
 pytest.importorskip("triton", reason="needs the package triton, which exists for Linux")
 from kernel_cases import DIMS, FEWER_KEYS, MORE_KEYS, SAME, cases, check_far, grid
@@ -294,3 +296,54 @@ def test_every_forward_configuration(D, dtype):
 def test_specialized_forward(D, dtype):
     for config in candidates(D):
         check_forward(config, None, D, dtype)
+
+
+def gpu_model(**options: Any) -> Any:
+    sizes = {"d_model": 128, "n_heads": 4, "n_kv_heads": 2, "d_head": 32, "d_ff": 256}
+    return lively(size=0.05, vocab_size=256, **sizes, **options).to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    "scheme", ["int8", "fp8", "int4", "w8a8", "llm_int8", "gptq", "awq", "smoothquant"]
+)
+def test_quantized_models(scheme):
+    """Few rows and many: logits as those of the dequantized model, in bfloat16's tolerance."""
+    model = gpu_model()
+    ids = torch.randint(0, 256, (2, 90), device=DEVICE)
+    needs = scheme in ("gptq", "awq", "smoothquant")
+    small = quantize(model, scheme, **({"calibration": ids} if needs else {}))
+    for n in (1, 20, 90):
+        with torch.inference_mode():
+            mine, theirs = small(ids[:, :n]).float(), model(ids[:, :n])
+        assert (mine - theirs).abs().max() < 0.15 * theirs.abs().max()
+    prompt = ids[0, :9].tolist()
+    engine = Engine(small, EngineConfig(n_blocks=20))
+    number = engine.submit(prompt, 8)
+    assert len(engine.run()[number].tokens) == 8
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_quantized_pages_in_the_engine(kv_dtype, graphs):
+    """The kernel's tokens are those of the gathered and dequantized pages."""
+    model, prompts = gpu_model(), [[5, 90, 3, 3, 41, 8, 13], [7, 7, 1]]
+    tokens = []
+    for backend, with_graphs in (("sdpa", False), ("triton", graphs)):
+        config = EngineConfig(
+            n_blocks=30, kv_dtype=kv_dtype, backend=backend, cuda_graphs=with_graphs
+        )
+        engine = Engine(model, config)
+        ids = [engine.submit(prompt, 8) for prompt in prompts]
+        done = engine.run()
+        tokens.append([done[i].tokens for i in ids])
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_a_sparse_product(rows):
+    w, mask = torch.randn(96, 128, device=DEVICE).bfloat16(), mask_2_4(torch.randn(96, 128))
+    mask = mask.to(DEVICE)
+    layer = SparseLinear(compress(w, mask))
+    x = torch.randn(1, rows, 128, device=DEVICE).bfloat16()
+    assert torch.equal(layer.dense(), w.float() * mask)
+    torch.testing.assert_close(layer(x), F.linear(x, w * mask), atol=0.1, rtol=0.02)
