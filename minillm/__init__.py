@@ -74,8 +74,8 @@ __all__ = [*_HOME, *_MODULES]
 class _Package(ModuleType):
     """The package, whose functions keep their names.
 
-    `attention`, `generate`, `prepack`, `quantize`, `distill` and `card` are functions in modules of the same
-    name.
+    `attention`, `generate`, `prepack`, `quantize`, `distill` and `card` are functions in modules of
+    the same name.
     Importing a module binds it to its name in the package; here that name stays the function's.
     """
 

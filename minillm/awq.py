@@ -7,7 +7,7 @@ A column's error is that of its group's step, whatever the column holds. Multipl
 numbers are s times as large and the error, divided by s again, s times as small; the group's step
 grows only if the column was among its largest. So columns with large inputs are scaled up:
 
-    x Wᵀ = (x / s) (W s)ᵀ        s = (mean |x|)^α, for the α from 0 to 1 with the least error
+    x Wᵀ = (x / s) (W s)ᵀ        s = (mean |x|)^α, for the α from 0 to 0.95 with the least error
 """
 
 from torch import Tensor

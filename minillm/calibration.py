@@ -43,10 +43,15 @@ class Inputs:
 def collect(model: Decoder, calibration: Tensor | Iterable[Tensor]) -> dict[str, Inputs]:
     """The inputs of every Linear but the head by its name.
 
-    calibration: a batch of token ids (B, T), or several. ValueError if there is none.
+    calibration: a batch of token ids (B, T), or several. ValueError if there is none, and for
+    inputs that are not finite.
     """
     if isinstance(calibration, Tensor):
         calibration = [calibration]
+    if not isinstance(calibration, Iterable):
+        raise ValueError(
+            f"calibration is {brief(calibration)}; give batches of token ids, tensors (B, T)."
+        )
     found: dict[str, Inputs] = {}
     hooks = []
     for name, module in model.named_modules():
@@ -58,7 +63,7 @@ def collect(model: Decoder, calibration: Tensor | Iterable[Tensor]) -> dict[str,
     try:
         n = 0
         for tokens in calibration:
-            if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+            if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel():
                 raise ValueError(
                     f"calibration holds {brief(tokens)}; give batches of token ids, tensors (B, T)."
                 )
@@ -69,6 +74,9 @@ def collect(model: Decoder, calibration: Tensor | Iterable[Tensor]) -> dict[str,
             hook.remove()
     if not n:
         raise ValueError("calibration is empty; give at least one batch of token ids (B, T).")
+    for name, inputs in found.items():
+        if not bool(inputs.largest.isfinite().all()):
+            raise ValueError(f"{name} gets inputs that are not finite; load the model in float32.")
     return found
 
 

@@ -74,7 +74,7 @@ def _step_bytes(config: ModelConfig, batch: int, seq: int, dtype: str) -> int:
 def _arithmetic(hardware: Hardware, dtype: str) -> str:
     """The dtype that products are computed in.
 
-    Weights narrower than any arithmetic the chip has are multiplied in 16 bits.
+    Weights in fewer bits are turned into 16 before the product, whatever the chip has.
     """
     if costs.dtype_bits(dtype) == 32:
         return "float32"

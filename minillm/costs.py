@@ -106,13 +106,12 @@ def quantized_bytes(config: ModelConfig, dtype: str, group_size: int = 32) -> in
     biases and an embedding of its own have 16 bits.
     Raises ValueError for another dtype, and for groups that do not divide a matrix's columns.
     """
+    dtype = str(dtype).removeprefix("torch.")
     if dtype not in ("int8", "int4"):
         raise ValueError(f"dtype is {dtype!r}; choose int8 or int4.")
-    c, heads, vocabulary = (
-        config,
-        config.n_heads * config.d_head,
-        config.vocab_size * config.d_model,
-    )
+    check_whole("group_size", group_size)
+    c = config
+    heads, vocabulary = c.n_heads * c.d_head, c.vocab_size * c.d_model
     up = (2 if c.mlp == "swiglu" else 1) * c.d_ff  # rows: gate and up, or up
     qkv = heads + 2 * c.n_kv_heads * c.d_head
     shapes = ((qkv, c.d_model), (c.d_model, heads), (up, c.d_model), (c.d_model, c.d_ff))

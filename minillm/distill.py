@@ -9,7 +9,7 @@ A text says which token came. A teacher says how likely each of all tokens was: 
 have been "dog" but not "of". With p and q the teacher's and the student's distributions, both
 softened by a temperature T,
 
-    loss = α · cross entropy of the text + (1 - α) · T² · KL(p ‖ q) + states · |h_t - h_s|²
+    loss = α · cross entropy of the text + (1 - α) · T² · KL(p ‖ q) + states · mean (h_t - h_s)²
 
 T² keeps the gradients of the soft targets as large as at T = 1; h are the last normalized states.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
 from torch import Tensor
 
 from minillm.checks import brief, check_whole
@@ -29,7 +29,7 @@ from minillm.engine import Engine
 from minillm.engine_config import EngineConfig
 from minillm.model import Decoder, check_plain
 from minillm.sampling import Sampling
-from minillm.training import fit
+from minillm.training import fit, save_whole
 
 
 def make_student(teacher: Decoder, n_layers: int) -> Decoder:
@@ -42,7 +42,9 @@ def make_student(teacher: Decoder, n_layers: int) -> Decoder:
     check_whole("n_layers", n_layers)
     L = len(teacher.layers)
     if n_layers > L:
-        raise ValueError(f"n_layers is {n_layers}; {teacher.config.name} has {L}, so give at most.")
+        raise ValueError(
+            f"n_layers is {n_layers}; {teacher.config.name} has {L}, so give at most {L}."
+        )
     check_plain(teacher, "make a student of")
     shared = {id(p): p for p in (teacher.embed.weight, teacher.head.weight)}
     config = dataclasses.replace(teacher.config, n_layers=n_layers)
@@ -52,7 +54,7 @@ def make_student(teacher: Decoder, n_layers: int) -> Decoder:
         copy.deepcopy(part, dict(shared)) for part in (teacher.embed, teacher.head)
     )
     student.norm = copy.deepcopy(teacher.norm)
-    # The middle of each of n equal parts, moved so that the last layer is the last one.
+    # The last layer of each of n equal parts.
     chosen = [round((i + 1) * L / n_layers) - 1 for i in range(n_layers)]
     student.layers = torch.nn.ModuleList(copy.deepcopy(teacher.layers[i]) for i in chosen)
     for layer in student.layers:
@@ -144,11 +146,14 @@ def teacher_text(
     """Each prompt with the teacher's own continuation: data for sequence-level distillation.
 
     Sampled by the batched engine, request i with seed + i. cache: a .safetensors file that is read
-    if it is there, and written otherwise.
+    if it is there, and written otherwise. ValueError for no prompts, for a cache made of other
+    prompts or with other settings, and for a teacher that fails.
     """
+    if not prompts:
+        raise ValueError("prompts is empty; give at least one.")
+    settings = {"n_new": str(n_new), "temperature": str(temperature), "seed": str(seed)}
     if cache is not None and cache.exists():
-        stored = load_file(cache)
-        return [row.tolist() for row in stored["ids"].split(stored["lengths"].tolist())]
+        return _cached(cache, prompts, settings)
     longest = max(map(len, prompts)) + n_new
     at_once = min(32, len(prompts))
     config = EngineConfig(n_blocks=at_once * -(-longest // 16) + 1, max_seqs=at_once)
@@ -158,9 +163,26 @@ def teacher_text(
         for i, p in enumerate(prompts)
     ]
     done = engine.run()
+    if errors := [done[n].error for n in numbers if done[n].error]:
+        raise ValueError(f"The teacher failed at {len(errors)} prompts: {errors[0]}")
     texts = [[*p, *done[n].tokens] for p, n in zip(prompts, numbers, strict=True)]
     if cache is not None:
-        cache.parent.mkdir(parents=True, exist_ok=True)
         ids = torch.tensor([i for text in texts for i in text], dtype=torch.int32)
-        save_file({"ids": ids, "lengths": torch.tensor([len(text) for text in texts])}, cache)
+        lengths = torch.tensor([len(text) for text in texts])
+        save_whole({"ids": ids, "lengths": lengths}, cache, settings)
+    return texts
+
+
+def _cached(
+    path: Path, prompts: Sequence[Sequence[int]], settings: dict[str, str]
+) -> list[list[int]]:
+    with safe_open(path, "pt") as file:
+        stored = {name: file.get_tensor(name) for name in ("ids", "lengths")}
+        same = file.metadata() == settings
+    texts = [row.tolist() for row in stored["ids"].split(stored["lengths"].tolist())]
+    begin = len(texts) == len(prompts) and all(
+        text[: len(p)] == list(p) for text, p in zip(texts, prompts, strict=True)
+    )
+    if not (same and begin):
+        raise ValueError(f"{path} was made of other prompts or with other settings; delete it.")
     return texts

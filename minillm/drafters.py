@@ -1,6 +1,6 @@
 """Drafters: who guesses which tokens come next, cheaply enough to be wrong.
 
-Sources: Leviathan et al. 2023, section 2.3 (a smaller model); Saxena 2023 (prompt lookup).
+Sources: Leviathan et al. 2023, section 3.6 (a smaller model); Saxena 2023 (prompt lookup).
 Cost: a pass of the small model for each guess; a look into a dictionary for an n-gram.
 
     ModelDrafter    any model with the same vocabulary: a student, a copy with fewer layers or bits
@@ -54,6 +54,15 @@ class Drafter(Protocol):
         ...
 
 
+def check_drafter(drafter: object) -> None:
+    """TypeError for what has no `start`, as a bare model."""
+    if not callable(getattr(drafter, "start", None)):
+        raise TypeError(
+            f"drafter is a {type(drafter).__name__}; give a drafter: NgramDrafter(), or "
+            "ModelDrafter(model)."
+        )
+
+
 class ModelDrafter:
     """A smaller, shallower or coarser model with the target's vocabulary."""
 
@@ -82,7 +91,8 @@ class _ModelSession:
     def propose(self, ids: Sequence[int], k: int, uniforms: Sequence[float]) -> Draft:
         # What was guessed wrong is forgotten, and the newest token always computed.
         same = _common_start(self._seen, ids[:-1])
-        self._cache.rewind(len(self._seen) - same)
+        # By the cache's own length: an interrupt may have come between it and `_seen`.
+        self._cache.rewind(self._cache.length - same)
         del self._seen[same:]
         tokens, rows = [], []
         fed = list(ids[same:])

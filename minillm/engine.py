@@ -244,7 +244,11 @@ class Engine:
             if request.decoding:
                 # One token comes without a guess, and no more than max_new_tokens are wanted.
                 room = request.max_new_tokens - request.n_produced - 1
-                request.guesses = list(self._proposer(request))[:room]
+                try:
+                    request.guesses = list(self._proposer(request))[:room]
+                except Exception:  # guesses are no part of the answer
+                    _log.exception("Request %d goes on without guesses.", request.id)
+                    request.guesses = []
 
     def _produce(self, plan: StepPlan, logits: Tensor, best: list[int]) -> None:
         """Give tokens to every request whose tokens are all computed."""

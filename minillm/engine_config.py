@@ -10,14 +10,15 @@ class EngineConfig:
     """How much memory and how many requests at once.
 
     n_blocks blocks of block_size tokens are the cache; they take
-    `costs.kv_cache_bytes(config, 1, n_blocks * block_size, dtype)` bytes.
+    `costs.kv_cache_bytes(config, 1, n_blocks * block_size, dtype)` bytes. With kv_dtype there are
+    scales besides: 2 bytes in int8 and 4 in int4 for each token, layer, head, keys and values.
     max_seqs: requests running at once. max_waiting: requests that may wait besides, or None.
     max_batch_tokens: tokens computed in one step, prompts included. More gives more throughput,
     fewer a shorter pause for the requests that decode.
     policy "static" is the baseline: a batch starts when the last is over, and its answers come
     when its longest is done. cuda_graphs: replay decode steps on a GPU (`minillm.cuda_graphs`).
     kv_dtype: None, "int8" or "int4" (`minillm.quantized_kv`). drafter: guesses up to k tokens of
-    each decoding request (`minillm.proposals`).
+    each decoding request (`minillm.proposals`); a model that drafts has caches of its own.
     """
 
     n_blocks: int

@@ -1,6 +1,6 @@
 """GPTQ: round a column, and let the columns after it make up for the error.
 
-Source: Frantar et al. 2022, section 3 and algorithm 1; the formula for the others' correction is
+Source: Frantar et al. 2022, section 4 and algorithm 1; the formula for the others' correction is
 that of Hassibi and Stork 1993 (optimal brain surgeon).
 Cost: a Cholesky factorization, K³/3, and N · K² for the corrections.
 
@@ -53,7 +53,12 @@ def gptq(
 
 def _factor(moments: Tensor) -> Tensor:
     """The upper Cholesky factor of the inverse, (K, K)."""
-    diagonal = moments.diagonal()
-    damped = moments.float() + DAMPING * diagonal.mean() * torch.eye(len(moments)).to(moments)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped(moments)))
     return torch.linalg.cholesky(inverse, upper=True)
+
+
+def damped(moments: Tensor) -> Tensor:
+    """M with something added to its diagonal, so that it can be inverted, even if it is all 0."""
+    M = moments.float().clone()
+    M.diagonal().add_((DAMPING * M.diagonal().mean()).clamp(min=1e-12))
+    return M

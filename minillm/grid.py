@@ -63,7 +63,8 @@ def to_float8(weight: Tensor) -> Grid:
 def to_int4(weight: Tensor, group_size: int, *, symmetric: bool = False, bits: int = 4) -> Grid:
     """In groups: the 16 steps reach from the least to the largest, or ±7 around 0 if symmetric.
 
-    bits: with 3 or 2 only 8 or 4 of the steps are used, and stored in 4 bits all the same.
+    bits: with 3 or 2 only 8 or 4 of the steps are used (7 or 3 if symmetric), and stored in 4 bits
+    all the same.
     """
     w = weight.float().unflatten(1, (-1, group_size))  # (N, groups, group_size)
     if symmetric:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from minillm.checks import check_whole
-from minillm.drafters import Drafter, Session
+from minillm.drafters import Drafter, Session, check_drafter
 from minillm.model import Decoder
 from minillm.request import Request
 
@@ -45,6 +45,7 @@ class Proposals:
 
     def __init__(self, drafter: Drafter, target: Decoder, k: int):
         check_whole("k", k)
+        check_drafter(drafter)
         drafter.start(target, 1, None)  # refuses a target that it does not fit, before any request
         self.drafter, self.target, self.k = drafter, target, k
         self._states: WeakKeyDictionary[Request, _State] = WeakKeyDictionary()
@@ -52,6 +53,8 @@ class Proposals:
     def __call__(self, request: Request) -> Sequence[int]:
         state = self._states.get(request)
         if state is None:
+            for other in [r for r in self._states if r.finish_reason]:
+                del self._states[other]  # the engine keeps a request until it is handed out
             longest = request.n_prompt + request.max_new_tokens
             session = self.drafter.start(self.target, longest, request.sampling)
             state = self._states[request] = _State(session, self.k)

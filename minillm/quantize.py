@@ -1,7 +1,7 @@
 """Quantization: a model whose matrices are stored in 8 or 4 bits and computed from as they are.
 
-Sources: Dettmers et al. 2022 (LLM.int8()), section 2; Frantar et al. 2022 (GPTQ), section 2, for
-groups.
+Sources: Dettmers et al. 2022 (LLM.int8()), sections 2 and 3; Frantar et al. 2022 (GPTQ), section 5,
+for groups.
 Cost: decode reads the weights once a token, so a quarter of the bytes is up to four times the
 tokens per second. What is lost by rounding is in `minillm.grid`, how the small form is multiplied
 in `minillm.quantized_linear`.
@@ -71,13 +71,15 @@ def quantize(model: Decoder, scheme: str, **options: Any) -> Decoder:
     scheme and its options:
     int4, gptq, awq: group_size, 32, 64 or 128; symmetric, whether the grid is centred on 0; bits, 2
     to 4, of the 4 that are stored.
-    w8a8, smoothquant: per, "token" or "tensor": what shares a scale of the activations.
+    w8a8, smoothquant: per, "token" or "tensor": what shares a scale of the activations. With
+    "tensor" a token's result depends on what is computed beside it, later tokens included.
     smoothquant: alpha, from 0 to 1, how much of the activations' range moves to the weights.
     llm_int8: threshold, the magnitude of an outlier.
     gptq, awq and smoothquant need calibration: a batch of token ids, a tensor (B, T), or several.
     llm_int8 may have it: outlier columns are then known, and their weights stored in bfloat16.
     Raises ValueError for an unknown scheme or option, a group size that does not divide a matrix's
-    columns, missing calibration, numbers that are not finite, and a model with other matrices.
+    columns, missing calibration, numbers that are not finite, a model with other matrices, and rows
+    that are no multiple of 16, which 4 bits on a CPU need.
     """
     given = _checked(scheme, options)
     check_plain(model, "quantize")
@@ -114,17 +116,19 @@ def _module(
 
 
 def _checked(scheme: str, options: dict[str, Any]) -> Options:
-    if scheme not in SCHEMES:
+    if not isinstance(scheme, str) or scheme not in SCHEMES:
         raise ValueError(f"scheme is {brief(scheme)}; choose one of {', '.join(SCHEMES)}.")
     for name in options:
         if name not in SCHEMES[scheme]:
             known = ", ".join(SCHEMES[scheme]) or "none"
             raise ValueError(f"Scheme {scheme} has no option {name}; it has {known}.")
     given = Options(**options)
-    if given.group_size not in GROUP_SIZES:
+    if type(given.group_size) is not int or given.group_size not in GROUP_SIZES:
         raise ValueError(f"group_size is {brief(given.group_size)}; choose one of 32, 64 and 128.")
-    if given.bits not in (2, 3, 4):
+    if type(given.bits) is not int or given.bits not in (2, 3, 4):
         raise ValueError(f"bits is {brief(given.bits)}; choose 2, 3 or 4.")
+    if type(given.symmetric) is not bool:
+        raise ValueError(f"symmetric is {brief(given.symmetric)}; choose True or False.")
     if given.per not in PER:
         raise ValueError(f"per is {brief(given.per)}; choose {' or '.join(PER)}.")
     for name, least, most in (("alpha", 0, 1), ("threshold", 0, float("inf"))):

@@ -35,7 +35,8 @@ from minillm.model import Decoder
 
 KV_DTYPES = {"int8": 8, "int4": 4}
 GROUP = 32
-"""Tokens whose keys share a scale in each channel (KIVI, section 4.2)."""
+"""Tokens whose keys share a scale in each channel, as in KIVI. There the newest 128 keys and values
+wait in 16 bits; here it is the keys of an unfinished group."""
 
 
 class QuantizedRows(Rows):

@@ -1,6 +1,6 @@
 """Matrices in 8 or 4 bits, multiplied as they are stored: the modules that replace a Linear.
 
-Sources: Dettmers et al. 2022 (LLM.int8()), section 2.1; Micikevicius et al. 2022 (FP8 formats for
+Sources: Dettmers et al. 2022 (LLM.int8()), section 3.1; Micikevicius et al. 2022 (FP8 formats for
 deep learning), section 3, for e4m3.
 Cost: a product with few rows reads the matrix once, so its bytes are its time. Activations stay in
 bfloat16, and no chip multiplies 8-bit whole numbers with 16-bit floats: the numbers are turned into
@@ -17,6 +17,7 @@ rows; more are multiplied in 16 bits.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +68,7 @@ class QuantizedLinear(nn.Module, ABC):
         shape = x.shape
         if self.columns is not None:
             x = x * self.columns
-        x = x.reshape(-1, shape[-1])
+        x = x.reshape(-1, shape[-1]).contiguous()  # as the kernels read it
         if x.is_cuda:
             with on_device_of(x):
                 out = self.product(x)
@@ -75,7 +76,16 @@ class QuantizedLinear(nn.Module, ABC):
             out = self.product(x)
         if self.bias is not None:
             out += self.bias
-        return out.view(*shape[:-1], -1)
+        return out.view(*shape[:-1], self.out_features)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
+        found = fn(self.weight)
+        if (found.device, found.dtype) != (self.weight.device, self.weight.dtype):
+            raise ValueError(
+                f"A quantized model stays on the device and in the dtype that it was made for, "
+                f"{self.weight.device} here; quantize the original there."
+            )
+        return self
 
     def few_rows(self, x: Tensor) -> bool:
         """Whether the Triton kernel takes this product."""
@@ -130,6 +140,11 @@ class Int4Linear(QuantizedLinear):
     def __init__(self, matrix: Grid, bias: Tensor | None = None, columns: Tensor | None = None):
         super().__init__(matrix, bias, columns)
         assert matrix.zero is not None
+        if matrix.q.device.type == "cpu" and len(matrix.q) % 16:
+            raise ValueError(
+                f"A matrix of {len(matrix.q)} rows cannot be multiplied in 4 bits on a CPU, where "
+                "rows come in sixteens; use int8."
+            )
         self.group_size = matrix.group_size
         if matrix.q.device.type == "cpu":  # in the order in which PyTorch's product reads them
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(matrix.q.int(), 1)

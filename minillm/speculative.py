@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from minillm.checks import check_whole
-from minillm.drafters import Draft, Drafter
+from minillm.drafters import Draft, Drafter, check_drafter
 from minillm.generate import check_request
 from minillm.kv_cache import KVCache
 from minillm.model import Decoder
@@ -70,6 +70,7 @@ def speculative_generate(
     """
     ids, stop = check_request(target, prompt_ids, max_new_tokens, sampling, stop_ids)
     check_whole("k", k)
+    check_drafter(drafter)
     longest = len(ids) + max_new_tokens
     session = drafter.start(target, longest, sampling)
     cache = KVCache(target, 1, longest) if max_new_tokens else None

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -65,22 +65,24 @@ def fit(
     first ones are skipped. total: of batches, for a progress bar. autocast: products in bfloat16.
     ValueError for a checkpoint of other parameters.
     """
+    if not learned:
+        raise ValueError("There is nothing to learn: no parameter is the model's own.")
     asked = [(p, p.requires_grad) for p in model.parameters()]
-    model.requires_grad_(False)
-    for p in learned:
-        p.requires_grad_(True)
     rate = lr if callable(lr) else lambda _: lr
     optimizer = torch.optim.AdamW(learned, lr=rate(0), betas=(0.9, 0.95), weight_decay=0.0)
     device = learned[0].device
-    losses = _resumed(checkpoint, learned, optimizer)
-    rest = islice(iter(batches), len(losses), None)
-    bar = tqdm(rest, total=total, initial=len(losses), mininterval=1, disable=total is None)
-    half = torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext()
     try:
+        model.requires_grad_(False)
+        for p in learned:
+            p.requires_grad_(True)
+        losses = _resumed(checkpoint, learned, optimizer)
+        rest = islice(iter(batches), len(losses), None)
+        bar = tqdm(rest, total=total, initial=len(losses), mininterval=1, disable=total is None)
+        products = torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext()
         for batch in bar:
             optimizer.param_groups[0]["lr"] = rate(len(losses))
-            with half:
-                value = loss(batch)
+            with products:
+                value = loss(batch.to(device))
             optimizer.zero_grad()
             value.backward()
             nn.utils.clip_grad_norm_(learned, 1.0)
@@ -89,7 +91,7 @@ def fit(
             bar.set_postfix_str(f"loss {losses[-1]:.3f}", refresh=False)
             if checkpoint is not None and len(losses) % every == 0:
                 _save(checkpoint, learned, optimizer, losses)
-        if checkpoint is not None:
+        if checkpoint is not None and losses:
             _save(checkpoint, learned, optimizer, losses)
     finally:
         optimizer.zero_grad()  # gradients are as large as the model, and no longer needed
@@ -120,14 +122,20 @@ def _save(
     """Parameters, AdamW's two moments and the losses; under another name first, so never half."""
     tensors = {}
     for i, p in enumerate(learned):
-        state = optimizer.state[p]
-        tensors |= {f"{i}.value": p.detach(), f"{i}.mean": state["exp_avg"]}
-        tensors[f"{i}.square"] = state["exp_avg_sq"]
+        state = optimizer.state[p]  # empty if the parameter never had a gradient
+        tensors[f"{i}.value"] = p.detach()
+        tensors[f"{i}.mean"] = state.get("exp_avg", torch.zeros_like(p))
+        tensors[f"{i}.square"] = state.get("exp_avg_sq", torch.zeros_like(p))
+    contiguous = {name: t.detach().contiguous().clone() for name, t in tensors.items()}
+    save_whole(contiguous, path, {"losses": json.dumps(losses)})
+
+
+def save_whole(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """A .safetensors file, written whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
-    contiguous = {name: t.contiguous().clone() for name, t in tensors.items()}
     try:
-        save_file(contiguous, part, metadata={"losses": json.dumps(losses)})
+        save_file(tensors, part, metadata=metadata)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
@@ -139,7 +147,11 @@ def _resumed(
     """Parameters and moments as the checkpoint has them; the losses so far, none without one."""
     if path is None or not path.exists():
         return []
-    with safe_open(path, "pt") as file:
+    try:
+        opened = safe_open(path, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it to start again.") from error
+    with opened as file:
         losses = json.loads((file.metadata() or {}).get("losses", "[]"))
         fits = len(file.keys()) == 3 * len(learned) and all(
             tuple(file.get_slice(f"{i}.value").get_shape()) == p.shape

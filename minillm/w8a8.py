@@ -16,6 +16,9 @@ as the others; with one scale for all of x, most of it is then rounded to 0, 1 a
     smoothquant                      columns divided by s, W's multiplied by it: some of the range
                                      moves to the weights, which have room
 
+A scale for all of x, and outliers that are looked for in each x, make a token's result depend on
+the tokens beside it. So only a scale for each row, with known outliers, gives a request the same
+answer in any batch.
 `_int_mm` is PyTorch's int8 product; on a GPU it wants more than 16 rows, and gets zeros.
 """
 
@@ -28,7 +31,7 @@ from minillm.grid import Grid, divisor, to_int8
 from minillm.quantized_linear import Int8Linear
 
 THRESHOLD = 6.0
-"""From this magnitude on a number is an outlier (Dettmers et al. 2022, section 3.1)."""
+"""From this magnitude on a number is an outlier (Dettmers et al. 2022, section 3.2)."""
 PER = ("token", "tensor")
 
 

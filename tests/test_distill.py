@@ -146,7 +146,7 @@ def test_the_teachers_text(tmp_path):
     texts = teacher_text(teacher, prompts, 10, seed=3, cache=path)
     assert [text[: len(p)] for text, p in zip(texts, prompts, strict=True)] == prompts
     assert [len(text) for text in texts] == [13, 12, 14]
-    assert teacher_text(None, prompts, 10, cache=path) == texts  # read, not written again
+    assert teacher_text(None, prompts, 10, seed=3, cache=path) == texts  # read, not written again
     assert teacher_text(teacher, prompts, 10, seed=3) == texts
     assert teacher_text(teacher, prompts, 10, seed=4) != texts
     stop = texts[0][5]
@@ -154,10 +154,49 @@ def test_the_teachers_text(tmp_path):
     assert cut[0][-1] == stop and stop not in cut[0][3:-1]
 
 
+def test_text_of_something_else(tmp_path):
+    teacher, path = lively(n_layers=2), tmp_path / "text.safetensors"
+    teacher_text(teacher, [[1, 2], [3]], 5, cache=path)
+    for prompts, options in (([[9], [3]], {}), ([[1, 2]], {}), ([[1, 2], [3]], {"seed": 1})):
+        with pytest.raises(ValueError, match="was made of other prompts or with other settings"):
+            teacher_text(teacher, prompts, 5, cache=path, **options)
+    with pytest.raises(ValueError, match="prompts is empty"):
+        teacher_text(teacher, [], 5)
+    teacher.norm.fill_(math.nan)
+    with pytest.raises(ValueError, match="The teacher failed at 1 prompts: ValueError"):
+        teacher_text(teacher, [[1]], 5)
+
+
+def test_a_damaged_checkpoint_and_nothing_to_do(tmp_path):
+    """What is refused leaves the student as it was."""
+    teacher, path = lively(n_layers=3), tmp_path / "c.safetensors"
+    options = {"alpha": 0.5, "temperature": 1.0, "lr": 0.01}
+    student = make_student(teacher, 1)
+    assert distill(teacher, student, [], checkpoint=path, **options) == []
+    assert not path.exists()
+    path.write_bytes(b"no tensors")
+    asked = [p.requires_grad for p in student.parameters()]
+    with pytest.raises(ValueError, match=r"is damaged .*; delete it to start again"):
+        distill(teacher, student, batches(1), checkpoint=path, **options)
+    with pytest.raises(ValueError, match="nothing to learn"):
+        distill(teacher, teacher, batches(1), **options)
+    assert [p.requires_grad for p in student.parameters()] == asked
+
+
+def test_a_parameter_that_never_learns_is_kept_too(tmp_path):
+    teacher, path = lively(n_layers=2), tmp_path / "c.safetensors"
+    model = make_student(teacher, 1)
+    learned = [model.layers[0].down.weight, model.layers[0].out.weight]
+    for n in (2, 4):
+        loss = fit(model, learned, batches(n), lambda b: (learned[0] * b.float().mean()).sum(),
+                   lr=0.01, checkpoint=path)  # fmt: skip
+        assert len(loss) == n
+
+
 def test_refusals():
     teacher = lively(n_layers=3)
     student = make_student(teacher, 1)
-    with pytest.raises(ValueError, match=r"n_layers is 4; .* has 3, so give at most"):
+    with pytest.raises(ValueError, match=r"n_layers is 4; .* has 3, so give at most 3"):
         make_student(teacher, 4)
     with pytest.raises(ValueError, match=r"is not a plain Linear but a .* already; make a student"):
         make_student(quantize(lively(d_model=32, d_ff=32), "int8"), 1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import lively
 
-from minillm import Engine, EngineConfig, Sampling, generate
+from minillm import Engine, EngineConfig, Sampling, generate, speculative_generate
 from minillm.drafters import Draft, ModelDrafter, NgramDrafter
 from minillm.proposals import PAUSE, Proposals
 from minillm.request import Request
@@ -105,6 +105,46 @@ def test_what_a_request_leaves_behind():
     assert len(engine._proposer._states) <= 1
 
 
+def test_sessions_go_when_their_requests_end():
+    """Also before the engine hands them out: only running requests have draft caches."""
+    model = lively()
+    engine = Engine(model, EngineConfig(n_blocks=40, max_seqs=2, drafter=ModelDrafter(model), k=2))
+    numbers = [engine.submit([1, 2, 3 + i], 6) for i in range(9)]
+    most, inner = 0, engine._proposer
+
+    def watched(request):
+        nonlocal most
+        guesses = inner(request)
+        most = max(most, len(inner._states))
+        return guesses
+
+    engine._proposer = watched
+    assert len(engine.run()) == len(numbers) and most <= 3
+
+
+def test_a_drafter_that_fails_costs_only_its_guesses(caplog):
+    """Greedy and sampled requests end with the tokens they would have had."""
+    model, broken = lively(), lively(seed=5)
+    broken.norm.fill_(float("nan"))
+    engine = Engine(model, EngineConfig(n_blocks=40, drafter=ModelDrafter(broken), k=2))
+    for s in (None, Sampling(seed=1)):
+        number = engine.submit(PROMPTS[3], 6, sampling=s)
+        assert engine.run()[number].tokens == generate(model, PROMPTS[3], 6, sampling=s)
+    assert "goes on without guesses" in caplog.text
+
+
+def test_a_session_after_an_interrupt():
+    """Between the cache and the list of what it holds."""
+    model = lively()
+    session = ModelDrafter(model).start(model, 40, None)
+    expected = session.propose([1, 2, 3, 4, 5], 3, []).tokens
+    interrupted = ModelDrafter(model).start(model, 40, None)
+    interrupted._cache.positions(3)
+    with torch.inference_mode():
+        model.hidden(torch.tensor([[9, 9, 9]]), interrupted._cache)
+    assert interrupted.propose([1, 2, 3, 4, 5], 3, []).tokens == expected
+
+
 def test_stop_tokens_in_the_middle_of_guesses():
     model = lively()
     answer = generate(model, PROMPTS[3], 14)
@@ -122,4 +162,8 @@ def test_refusals():
     stranger = ModelDrafter(lively(vocab_size=5))
     with pytest.raises(ValueError, match="5 token ids and the target 97; both must have the same"):
         Engine(model, EngineConfig(n_blocks=4, drafter=stranger))
-    assert torch.is_inference_mode_enabled() is False
+    message = r"drafter is .*; give a drafter: NgramDrafter\(\), or"
+    with pytest.raises(TypeError, match=message):
+        Engine(model, EngineConfig(n_blocks=4, drafter=model))
+    with pytest.raises(TypeError, match=message):
+        speculative_generate(model, model, [1, 2], 3, k=2)

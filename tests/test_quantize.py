@@ -171,6 +171,35 @@ def test_a_quantized_model_generates_and_serves():
     assert engine.run()[ids[0]].tokens == expected
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8", "w8a8", "llm_int8"])
+def test_a_prompt_in_chunks(scheme):
+    """A step whose logits nobody wants gives the head no rows."""
+    small = quantize(lively(size=0.1, **SIZES), scheme)
+    prompt = [(7 * i) % 97 for i in range(30)]
+    engine = Engine(small, EngineConfig(n_blocks=20, max_batch_tokens=8, max_seqs=4))
+    number = engine.submit(prompt, 4)
+    done = engine.run()[number]
+    assert done.error is None and len(done.tokens) == 4
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_rows_that_lie_apart(scheme):
+    small = quantize(lively(size=0.1, **SIZES), scheme)
+    hidden = small.hidden(torch.arange(12).view(2, 6))
+    assert torch.equal(small.head(hidden[:, -1]), small.head(hidden[:, -1].contiguous()))
+    layer, x = small.layers[0].qkv, torch.randn(2, 3, 64).bfloat16()[:, 1]
+    assert torch.equal(layer(x), layer(x.contiguous()))
+
+
+def test_a_quantized_model_stays_where_it_was_made():
+    small = quantize(lively(**SIZES), "int4")
+    assert small.to("cpu") is small
+    with pytest.raises(
+        ValueError, match=r"stays on the device .* for, cpu here; quantize the orig"
+    ):
+        small.to("meta")
+
+
 def test_bytes():
     """Everything counts once: 8.0 bits and a scale a row, or 5 bits, with norms and embedding."""
     model = Decoder(tiny_config(vocab_size=300, **SIZES, tie_embeddings=True))
@@ -305,6 +334,11 @@ def test_models_with_calibration(scheme):
         ("gptq", {}, "Scheme gptq needs calibration: batches of token ids"),
         ("awq", {"calibration": []}, "calibration is empty; give at least one batch"),
         ("gptq", {"calibration": [[1, 2]]}, "calibration holds .*give batches of token ids"),
+        ("gptq", {"calibration": 5}, "calibration is 5; give batches of token ids"),
+        ("awq", {"calibration": torch.zeros(0, 4, dtype=torch.int64)}, "calibration holds"),
+        (["int8"], {}, "scheme is .*; choose one of int8"),
+        ("int4", {"group_size": 32.0}, "group_size is 32.0; choose one of"),
+        ("int4", {"symmetric": "no"}, "symmetric is 'no'; choose True or False"),
         ("int4", {"group_size": 33}, "group_size is 33; choose one of 32, 64 and 128"),
         ("int4", {"group_size": 64}, "has 96 columns, which groups of 64 do not divide"),
     ],
@@ -313,6 +347,23 @@ def test_refusals(scheme, options, message):
     model = lively(**SIZES)
     with pytest.raises(ValueError, match=message):
         quantize(model, scheme, **options)
+
+
+def test_rows_that_come_in_sixteens():
+    model = lively(d_model=32, n_heads=3, n_kv_heads=1, d_head=8, d_ff=32)
+    with pytest.raises(ValueError, match="40 rows cannot be multiplied in 4 bits on a CPU, where"):
+        quantize(model, "int4")
+
+
+def test_inputs_that_are_not_finite_and_inputs_that_are_zero():
+    model, ids = lively(**SIZES), torch.arange(20)[None]
+    model.layers[0].attn_norm.zero_()
+    for scheme in ("gptq", "awq", "smoothquant"):
+        logits = quantize(model, scheme, calibration=ids)(ids)
+        assert logits.isfinite().all()
+    model.embed.weight[3] = math.inf
+    with pytest.raises(ValueError, match=r"qkv gets inputs that are not finite; load the model in"):
+        quantize(model, "smoothquant", calibration=ids)
 
 
 def test_not_twice_and_not_what_is_not_a_number():

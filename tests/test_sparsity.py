@@ -125,7 +125,7 @@ def correlated(n: int, K: int, seed: int = 0) -> Tensor:
 def test_least_squares_find_the_optimum(damping, monkeypatch):
     """Row by row on the inputs themselves, to which damping adds K rows that hold w in place."""
     w, x, mask = numbers(12, 32), correlated(200, 32), mask_2_4(numbers(12, 32, 7))
-    monkeypatch.setattr(sparsity, "DAMPING", damping)
+    monkeypatch.setattr("minillm.gptq.DAMPING", damping)
     monkeypatch.setattr(sparsity, "SOLVED_BYTES", 5 * 2 * 32 * 32)  # 5 rows at once
     moments = x.T @ x / 200
     solved = least_squares(w, mask, moments)

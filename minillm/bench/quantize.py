@@ -1,9 +1,9 @@
 """Fewer bits, fewer weights: bytes, quality and speed together, and against llama.cpp.
 
 Bound of decode: what is stored, over the measured bandwidth (`quantize.decode_bytes`). Quality is
-measured on two texts that the calibration did not see, by perplexity, and by the KL divergence and
-the agreement of the likeliest tokens with the float32 model. The default checkpoint was quantized
-by its makers: `load(dtype="int4")` keeps their numbers, while `quantize` rounds them again.
+measured at the beginning of two texts, whose ends are the calibration, by perplexity, and by the KL
+divergence and the agreement of the likeliest tokens with the float32 model. The default checkpoint
+lies on a 4-bit grid already: `load(dtype="int4")` keeps its numbers, `quantize` rounds them again.
 """
 
 import gc

@@ -5,7 +5,7 @@ read once, N · K numbers, and there is hardly any arithmetic for each. So what 
 in memory decides, and W is dequantized in registers, on its way into the matrix instruction:
 
     16 bits   as stored
-    8 bits    w = scale · q, one scale a row (LLM.int8(), Dettmers et al. 2022, section 2.1); q is a
+    8 bits    w = scale · q, one scale a row (LLM.int8(), Dettmers et al. 2022, section 3.1); q is a
               whole number or an 8-bit float, which needs compute capability 8.9
     4 bits    w = scale · (q - 8) + zero, both for each group of numbers in a row; byte j of a
               row holds number 2j in its low half and number 2j + 1 in its high half
