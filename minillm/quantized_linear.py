@@ -89,9 +89,11 @@ class QuantizedLinear(nn.Module, ABC):
 
     def few_rows(self, x: Tensor) -> bool:
         """Whether the Triton kernel takes this product."""
+        if not x.is_cuda or why_not_here(x, "few_rows", "") is not None:
+            return False
         from minillm.kernels.few_rows import MAX_ROWS
 
-        return x.is_cuda and len(x) <= MAX_ROWS and why_not_here(x, "few_rows", "") is None
+        return len(x) <= MAX_ROWS
 
 
 class Int8Linear(QuantizedLinear):
