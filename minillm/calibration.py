@@ -1,6 +1,7 @@
 """Calibration: what the matrices of a model are multiplied with, on text that it may meet.
 
-Cost: one forward pass over the text, and a K × K matrix of float32 for each matrix of K columns.
+Cost: one forward pass over the text, and, where `moments` are wanted, a K × K matrix of float32 for
+each matrix of K columns.
 Quantization that knows its inputs can put its error where they are small.
 """
 
@@ -21,12 +22,12 @@ class Inputs:
     """Of one matrix (N, K): statistics of the n rows x (K,) that it was multiplied with.
 
     largest (K,): the largest magnitude in each column. mean (K,): the mean magnitude.
-    moments (K, K): the mean of x xᵀ.
+    moments (K, K): the mean of x xᵀ, or None if nobody asked for it.
     """
 
     largest: Tensor
     mean: Tensor
-    moments: Tensor
+    moments: Tensor | None
     n: int = 0
 
     def add(self, x: Tensor) -> None:
@@ -35,12 +36,15 @@ class Inputs:
         total = self.n + len(x)
         self.largest = torch.maximum(self.largest, x.abs().amax(0))
         self.mean += (x.abs().sum(0) - len(x) * self.mean) / total
-        self.moments += (x.T @ x - len(x) * self.moments) / total
+        if self.moments is not None:
+            self.moments += (x.T @ x - len(x) * self.moments) / total
         self.n = total
 
 
 @torch.inference_mode()
-def collect(model: Decoder, calibration: Tensor | Iterable[Tensor]) -> dict[str, Inputs]:
+def collect(
+    model: Decoder, calibration: Tensor | Iterable[Tensor], *, moments: bool = True
+) -> dict[str, Inputs]:
     """The inputs of every Linear but the head by its name.
 
     calibration: a batch of token ids (B, T), or several. ValueError if there is none, and for
@@ -58,7 +62,7 @@ def collect(model: Decoder, calibration: Tensor | Iterable[Tensor]) -> dict[str,
         if type(module) is Linear and name != "head":
             zeros = partial(torch.zeros, device=module.weight.device)
             K = module.in_features
-            found[name] = Inputs(zeros(K), zeros(K), zeros(K, K))
+            found[name] = Inputs(zeros(K), zeros(K), zeros(K, K) if moments else None)
             hooks.append(module.register_forward_pre_hook(partial(_add, found[name])))
     try:
         n = 0

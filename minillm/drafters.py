@@ -90,7 +90,7 @@ class _ModelSession:
     @torch.inference_mode()
     def propose(self, ids: Sequence[int], k: int, uniforms: Sequence[float]) -> Draft:
         # What was guessed wrong is forgotten, and the newest token always computed.
-        same = _common_start(self._seen, ids[:-1])
+        same = common_start(self._seen, ids[:-1])
         # By the cache's own length: an interrupt may have come between it and `_seen`.
         self._cache.rewind(self._cache.length - same)
         del self._seen[same:]
@@ -111,7 +111,7 @@ class _ModelSession:
         return Draft(tokens, torch.cat(rows) if rows else None)
 
 
-def _common_start(a: Sequence[int], b: Sequence[int]) -> int:
+def common_start(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens both begin with."""
     for n, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:

@@ -17,7 +17,7 @@ column is reached, from the columns as they are by then.
 import torch
 from torch import Tensor
 
-from minillm.grid import Grid, divisor, to_int4
+from minillm.grid import Grid, divisor, int4_steps
 
 DAMPING = 0.01
 """Of the mean of M's diagonal, added to it: columns that were never used leave M singular."""
@@ -32,12 +32,9 @@ def gptq(
     for start in range(0, w.shape[1], group_size):
         part = slice(start, start + group_size)
         block, u = w[:, part], U[part, part]
-        scales = to_int4(block, group_size, bits=bits, symmetric=symmetric)
-        steps = 2 ** (bits - 1) - 1
-        low, high = (8 - steps, 8 + steps) if symmetric else (0, 2**bits - 1)
-        scale, zero = scales.scale.float(), scales.zero.float()  # (N, 1) each
-        step = divisor(scales.scale)
-        q, errors = torch.empty_like(scales.q), torch.empty_like(block)
+        found, middle, low, high = int4_steps(block[:, None], symmetric=symmetric, bits=bits)
+        scale, zero, step = found.float(), middle.float(), divisor(found)  # (N, 1) each
+        q, errors = torch.empty_like(block, dtype=torch.uint8), torch.empty_like(block)
         for j in range(group_size):
             column = block[:, j : j + 1]
             chosen = (((column - zero) / step).round() + 8).clamp(low, high)
@@ -46,7 +43,7 @@ def gptq(
             errors[:, j : j + 1] = error
             block[:, j + 1 :] -= error * u[j, j + 1 :]  # in place: later columns of w
         w[:, part.stop :] -= errors @ U[part, part.stop :]
-        groups.append(Grid(q, scales.scale, scales.zero))
+        groups.append(Grid(q, found, middle))
     fields = ([getattr(group, field) for group in groups] for field in ("q", "scale", "zero"))
     return Grid(*(torch.cat(field, 1) for field in fields))
 

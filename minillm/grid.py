@@ -67,16 +67,20 @@ def to_int4(weight: Tensor, group_size: int, *, symmetric: bool = False, bits: i
     all the same.
     """
     w = weight.float().unflatten(1, (-1, group_size))  # (N, groups, group_size)
+    scale, zero, least, most = int4_steps(w, symmetric=symmetric, bits=bits)
+    q = ((w - zero.float()[..., None]) / divisor(scale)[..., None]).round() + 8
+    return Grid(q.clamp(least, most).flatten(1).to(torch.uint8), scale, zero)
+
+
+def int4_steps(w: Tensor, *, symmetric: bool, bits: int) -> tuple[Tensor, Tensor, int, int]:
+    """For groups w (…, group_size): scale and zero (…) in bfloat16, the least and the most q."""
     if symmetric:
         steps = 2 ** (bits - 1) - 1
         scale = _rounded(w.abs().amax(-1) / steps)
-        zero, least, most = torch.zeros_like(scale), 8 - steps, 8 + steps
-    else:
-        low, high = w.amin(-1), w.amax(-1)
-        scale = _rounded((high - low) / (2**bits - 1))
-        zero, least, most = _rounded(low + 8 * scale.float()), 0, 2**bits - 1
-    q = ((w - zero.float()[..., None]) / divisor(scale)[..., None]).round() + 8
-    return Grid(q.clamp(least, most).flatten(1).to(torch.uint8), scale, zero)
+        return scale, torch.zeros_like(scale), 8 - steps, 8 + steps
+    low, high = w.amin(-1), w.amax(-1)
+    scale = _rounded((high - low) / (2**bits - 1))
+    return scale, _rounded(low + 8 * scale.float()), 0, 2**bits - 1
 
 
 def pack(q: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from minillm.checks import check_whole
-from minillm.drafters import Drafter, Session, check_drafter
+from minillm.drafters import Drafter, Session, check_drafter, common_start
 from minillm.model import Decoder
 from minillm.request import Request
 
@@ -73,9 +73,8 @@ class Proposals:
         n = len(request.ids)
         if state.guesses and n > state.n_ids:
             came = request.ids[state.n_ids :]
-            pairs = list(zip(state.guesses, came, strict=False))
-            n_right = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-            if n_right == len(pairs):
+            n_right = common_start(state.guesses, came)
+            if n_right == min(len(state.guesses), len(came)):
                 state.k = min(self.k, state.k + 1)
             elif n_right == 0:
                 state.k //= 2

@@ -83,7 +83,9 @@ def quantize(model: Decoder, scheme: str, **options: Any) -> Decoder:
     """
     given = _checked(scheme, options)
     check_plain(model, "quantize")
-    inputs = {} if given.calibration is None else collect(model, given.calibration)
+    inputs: dict[str, Inputs] = {}
+    if given.calibration is not None:
+        inputs = collect(model, given.calibration, moments=scheme in ("gptq", "awq"))
     return with_modules(
         model, lambda name, linear: _module(scheme, given, name, linear, inputs.get(name))
     )

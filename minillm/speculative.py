@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from minillm.checks import check_whole
-from minillm.drafters import Draft, Drafter, check_drafter
+from minillm.drafters import Draft, Drafter, check_drafter, common_start
 from minillm.generate import check_request
 from minillm.kv_cache import KVCache
 from minillm.model import Decoder
@@ -110,8 +110,7 @@ def verified(
     if sampling is not None and not sampling.greedy:
         return accepted(draft, probabilities(logits, sampling), stream)
     best = logits.float().argmax(-1).tolist()
-    n = next((i for i, token in enumerate(draft.tokens) if token != best[i]), len(draft.tokens))
-    return best[: n + 1]
+    return best[: common_start(draft.tokens, best) + 1]
 
 
 def accepted(draft: Draft, p: Tensor, stream: random.Random) -> list[int]:
