@@ -1,8 +1,9 @@
 """Distillation: a small model learns a large one's habits.
 
+    python -m minillm.distill --layers 4 --steps 2200
+
 Sources: Hinton et al. 2015, section 2 (soft targets, temperature); Kim and Rush 2016, section 3.2
-(learning from text that the teacher wrote); Romero et al. 2015 (FitNets: inner activations too);
-Sanh et al. 2019 (DistilBERT: a student made of the teacher's own layers).
+(learning from text that the teacher wrote); Romero et al. 2015 (FitNets: inner activations too).
 Cost: a forward pass of the teacher and three of the student for each token.
 
 A text says which token came. A teacher says how likely each of all tokens was: that "cat" could
@@ -12,54 +13,43 @@ softened by a temperature T,
     loss = α · cross entropy of the text + (1 - α) · T² · KL(p ‖ q) + states · mean (h_t - h_s)²
 
 T² keeps the gradients of the soft targets as large as at T = 1; h are the last normalized states.
+
+The command makes a student of the default checkpoint that is worth drafting with. The teacher
+writes the text (`minillm.teacher_text`), the student learns the teacher's distributions on it (α is
+0), and everything is kept in a folder, so that the command goes on after an interrupt.
 """
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import argparse
+import datetime
+import json
+import platform
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor
 
-from minillm.checks import brief, check_whole
-from minillm.engine import Engine
-from minillm.engine_config import EngineConfig
-from minillm.model import Decoder, check_plain
-from minillm.sampling import Sampling
-from minillm.training import fit, save_whole
+from minillm.checks import brief
+from minillm.drafters import ModelDrafter
+from minillm.evaluate import difference
+from minillm.measure import cpu_name
+from minillm.model import Decoder
+from minillm.speculative import speculative_generate
+from minillm.student import load_student, make_student, save_student
+from minillm.teacher_text import Conversation, continued_code, conversations, library_text
+from minillm.tokenizer import Tokenizer
+from minillm.training import fit, warmup_and_decay
+from minillm.weights import load
 
-
-def make_student(teacher: Decoder, n_layers: int) -> Decoder:
-    """A model of `n_layers` copies of the teacher's layers, evenly chosen, the last one included.
-
-    The embedding and the head are the teacher's own, shared and not copied.
-    Raises ValueError for a number of layers that the teacher does not have, and for a teacher whose
-    matrices are not plain.
-    """
-    check_whole("n_layers", n_layers)
-    L = len(teacher.layers)
-    if n_layers > L:
-        raise ValueError(
-            f"n_layers is {n_layers}; {teacher.config.name} has {L}, so give at most {L}."
-        )
-    check_plain(teacher, "make a student of")
-    shared = {id(p): p for p in (teacher.embed.weight, teacher.head.weight)}
-    config = dataclasses.replace(teacher.config, n_layers=n_layers)
-    with torch.device("meta"):
-        student = Decoder(config)
-    student.embed, student.head = (
-        copy.deepcopy(part, dict(shared)) for part in (teacher.embed, teacher.head)
-    )
-    student.norm = copy.deepcopy(teacher.norm)
-    # The last layer of each of n equal parts.
-    chosen = [round((i + 1) * L / n_layers) - 1 for i in range(n_layers)]
-    student.layers = torch.nn.ModuleList(copy.deepcopy(teacher.layers[i]) for i in chosen)
-    for layer in student.layers:
-        layer.config = config
-    return student.eval()
+HELD_OUT = 1_000_000
+"""Added to the seed for conversations that the student is tried on and never trained on."""
+ROW, ROWS = 257, 8
+"""Tokens in a row, and rows in a batch."""
 
 
 def distillation_loss(
@@ -69,8 +59,22 @@ def distillation_loss(
     alpha: float,
     temperature: float,
     states: float = 0.0,
+    remember: bool = False,
 ) -> Callable[[Tensor], Tensor]:
-    """The loss above as a function of a batch of token ids (B, T), T at least 2."""
+    """The loss above as a function of a batch of token ids (B, T), T at least 2.
+
+    remember: keep the teacher's states of every batch, in bfloat16, for the next time it comes:
+    2 C bytes a token.
+    """
+    known: dict[bytes, Tensor] = {}
+
+    def teacher_states(row: Tensor) -> Tensor:
+        if not remember:
+            return teacher.hidden(row)
+        key = row.cpu().numpy().tobytes()
+        if key not in known:
+            known[key] = teacher.hidden(row).bfloat16()
+        return known[key].to(teacher.dtype)
 
     def loss(tokens: Tensor) -> Tensor:
         inputs, targets = tokens[:, :-1], tokens[:, 1:].flatten()
@@ -79,11 +83,11 @@ def distillation_loss(
         total = alpha * F.cross_entropy(logits, targets) if alpha else logits.new_zeros(())
         if alpha < 1 or states:
             with torch.no_grad():
-                theirs = teacher.hidden(inputs)
-                soft = (teacher.head(theirs).flatten(0, 1).float() / temperature).log_softmax(-1)
+                theirs = teacher_states(inputs)
+                soft = (teacher.head(theirs).flatten(0, 1).float() / temperature).softmax(-1)
             if alpha < 1:
                 q = (logits / temperature).log_softmax(-1)
-                kl = F.kl_div(q, soft, log_target=True, reduction="batchmean")
+                kl = F.kl_div(q, soft, reduction="batchmean")
                 total = total + (1 - alpha) * temperature**2 * kl
             if states:
                 total = total + states * F.mse_loss(mine.float(), theirs.float())
@@ -104,12 +108,13 @@ def distill(
     checkpoint: Path | None = None,
     total: int | None = None,
     autocast: bool = False,
+    remember: bool = False,
 ) -> list[float]:
     """Train `student` in place on batches of token ids (B, T); returns the loss before each step.
 
     alpha: the share of the text's own loss, from 0 to 1. temperature above 0. states: the weight of
     the difference of the last states, for models of equal width. What the student shares with the
-    teacher stays as it is. The rest as in `training.fit`.
+    teacher stays as it is. remember: as in `distillation_loss`. The rest as in `training.fit`.
     """
     for name, value, least, most in (
         ("alpha", alpha, 0, 1), ("temperature", temperature, 1e-3, 1e3), ("states", states, 0, 1e6)
@@ -128,61 +133,114 @@ def distill(
         )
     theirs = {id(p) for p in teacher.parameters()}
     learned = [p for p in student.parameters() if id(p) not in theirs]
-    loss = distillation_loss(teacher, student, alpha=alpha, temperature=temperature, states=states)
+    loss = distillation_loss(
+        teacher, student, alpha=alpha, temperature=temperature, states=states, remember=remember
+    )
     options = {"checkpoint": checkpoint, "total": total, "autocast": autocast}
     return fit(student, learned, batches, loss, lr=lr, **options)
 
 
-def teacher_text(
-    teacher: Decoder,
-    prompts: Sequence[Sequence[int]],
-    n_new: int,
-    *,
-    temperature: float = 1.0,
-    stop_ids: Iterable[int] = (),
-    seed: int = 0,
-    cache: Path | None = None,
-) -> list[list[int]]:
-    """Each prompt with the teacher's own continuation: data for sequence-level distillation.
+def rows_of(texts: Sequence[Sequence[int]], seed: int) -> Tensor:
+    """The texts in random order, one after another, cut into rows (N, ROW)."""
+    order = random.Random(seed).sample(list(texts), len(texts))
+    ids = [i for text in order for i in text]
+    n = len(ids) // ROW
+    return torch.tensor(ids[: n * ROW]).view(n, ROW)
 
-    Sampled by the batched engine, request i with seed + i. cache: a .safetensors file that is read
-    if it is there, and written otherwise. ValueError for no prompts, for a cache made of other
-    prompts or with other settings, and for a teacher that fails.
+
+def _data(
+    teacher: Decoder, tokenizer: Tokenizer, options: argparse.Namespace
+) -> tuple[Tensor, list[Conversation]]:
+    """Batches (N, ROWS, ROW), and some conversations that are held out."""
+    folder, seed, n = options.folder, options.seed, options.conversations
+    held_out = conversations(teacher, tokenizer, 32, seed=seed + HELD_OUT, cache=folder / "tried")
+    chat = conversations(teacher, tokenizer, n, seed=seed, cache=folder)
+    texts = [conversation.prompt + conversation.answer for conversation in chat]
+    texts += continued_code(teacher, tokenizer, n // 6, seed=seed, cache=folder)
+    library = tokenizer.encode(library_text()[: 100 * n])
+    texts += [library[i : i + ROW] for i in range(0, len(library), ROW)]
+    rows = rows_of(texts, seed)
+    n_batches = len(rows) // ROWS
+    return rows[: n_batches * ROWS].view(n_batches, ROWS, ROW), held_out
+
+
+def _epochs(batches: Tensor, n_steps: int, seed: int) -> Iterator[Tensor]:
+    """So many batches, in another order each time all of them have come."""
+    for start in range(0, n_steps, len(batches)):
+        order = random.Random(seed + start).sample(range(len(batches)), len(batches))
+        yield from (batches[i] for i in order[: n_steps - start])
+
+
+def try_student(
+    student: Decoder, teacher: Decoder, tried: Sequence[Conversation], n_drafted: int = 8
+) -> dict[str, Any]:
+    """The student's KL and agreement on the teacher's answers, and what it drafts is worth.
+
+    "drafts": [verified, accepted] guesses for each of the first `n_drafted` conversations, with 4
+    guesses a pass and 64 greedy tokens.
     """
-    if not prompts:
-        raise ValueError("prompts is empty; give at least one.")
-    settings = {"n_new": str(n_new), "temperature": str(temperature), "seed": str(seed)}
-    if cache is not None and cache.exists():
-        return _cached(cache, prompts, settings)
-    longest = max(map(len, prompts)) + n_new
-    at_once = min(32, len(prompts))
-    config = EngineConfig(n_blocks=at_once * -(-longest // 16) + 1, max_seqs=at_once)
-    engine, stops = Engine(teacher, config), list(stop_ids)
-    numbers = [
-        engine.submit(p, n_new, sampling=Sampling(temperature, seed=seed + i), stop_ids=stops)
-        for i, p in enumerate(prompts)
-    ]
-    done = engine.run()
-    if errors := [done[n].error for n in numbers if done[n].error]:
-        raise ValueError(f"The teacher failed at {len(errors)} prompts: {errors[0]}")
-    texts = [[*p, *done[n].tokens] for p, n in zip(prompts, numbers, strict=True)]
-    if cache is not None:
-        ids = torch.tensor([i for text in texts for i in text], dtype=torch.int32)
-        lengths = torch.tensor([len(text) for text in texts])
-        save_whole({"ids": ids, "lengths": lengths}, cache, settings)
-    return texts
+    apart = [difference(student, teacher, c.prompt + c.answer, first=len(c.prompt)) for c in tried]
+    n = [len(c.answer) for c in tried]
+    drafter = ModelDrafter(student)
+    results = [speculative_generate(teacher, drafter, c.prompt, 64, k=4) for c in tried[:n_drafted]]
+    return {
+        "kl": sum(d.kl * k for d, k in zip(apart, n, strict=True)) / sum(n),
+        "agreement": sum(d.agreement * k for d, k in zip(apart, n, strict=True)) / sum(n),
+        "drafts": [[result.drafted, result.accepted] for result in results],
+    }
 
 
-def _cached(
-    path: Path, prompts: Sequence[Sequence[int]], settings: dict[str, str]
-) -> list[list[int]]:
-    with safe_open(path, "pt") as file:
-        stored = {name: file.get_tensor(name) for name in ("ids", "lengths")}
-        same = file.metadata() == settings
-    texts = [row.tolist() for row in stored["ids"].split(stored["lengths"].tolist())]
-    begin = len(texts) == len(prompts) and all(
-        text[: len(p)] == list(p) for text, p in zip(texts, prompts, strict=True)
+def main(arguments: list[str] | None = None) -> int:
+    """Write the text, train the student on it, save it with a record of how it was made."""
+    parser = argparse.ArgumentParser(
+        prog="python -m minillm.distill",
+        description="Train a student of the default checkpoint on text that its teacher writes.",
     )
-    if not (same and begin):
-        raise ValueError(f"{path} was made of other prompts or with other settings; delete it.")
-    return texts
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--conversations", type=int, default=2400, help="questions to be asked")
+    parser.add_argument("--steps", type=int, default=2200, help="of 8 rows of 256 tokens")
+    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=Path("build/student"))
+    options = parser.parse_args(arguments)
+    start = time.perf_counter()
+    teacher, tokenizer = load(dtype="bfloat16")
+    assert tokenizer is not None
+    batches, tried = _data(teacher, tokenizer, options)
+    written = time.perf_counter()
+    print(f"{batches.numel():,} tokens of text in {len(batches)} batches", flush=True)
+    teacher, _ = load(dtype="float32")
+    # The first and the last layers learn faster than evenly chosen ones.
+    last = len(teacher.layers) - options.layers // 2
+    chosen = [*range(options.layers - options.layers // 2), *range(last, len(teacher.layers))]
+    student = make_student(teacher, options.layers, chosen=chosen)
+    before = try_student(student, teacher, tried)
+    losses = distill(
+        teacher, student, _epochs(batches, options.steps, options.seed),
+        alpha=0.0, temperature=1.0, lr=warmup_and_decay(options.lr, options.steps),
+        checkpoint=options.folder / "checkpoint.safetensors", total=options.steps,
+        autocast=True, remember=True,
+    )  # fmt: skip
+    trained = time.perf_counter()
+    path = options.folder / "student.safetensors"
+    save_student(student, path)
+    record = {
+        "settings": {name: value for name, value in vars(options).items() if name != "folder"},
+        "tokens of text": batches.numel(),
+        # Of this run: less if parts of the text and of the training were there.
+        "seconds": {"text": round(written - start), "training": round(trained - written)},
+        "hardware": cpu_name(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "date": datetime.date.today().isoformat(),
+        "loss": [round(loss, 4) for loss in losses],
+        "tried": [[c.prompt, c.answer] for c in tried],
+        "before": before,
+        "after": try_student(load_student(teacher, path=path), teacher, tried),
+    }
+    path.with_suffix(".json").write_text(json.dumps(record) + "\n")
+    print(f"before: {record['before']}\nafter: {record['after']}\nwritten to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

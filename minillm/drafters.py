@@ -5,6 +5,7 @@ Cost: a pass of the small model for each guess; a look into a dictionary for an 
 
     ModelDrafter    any model with the same vocabulary: a student, a copy with fewer layers or bits
     NgramDrafter    what followed the last tokens when they stood in the text before
+    MedusaDrafter   extra heads on the target's last state (`minillm.medusa`)
 
 A drafter is made once and keeps nothing. `start` opens a session for one sequence, and the session
 may remember what it has computed: `propose` always gets the whole sequence, and the session finds
@@ -38,8 +39,14 @@ class Draft:
 class Session(Protocol):
     """One sequence."""
 
-    def propose(self, ids: Sequence[int], k: int, uniforms: Sequence[float]) -> Draft:
-        """Up to k tokens that may follow `ids`; uniforms: a number in [0, 1) to draw each with."""
+    def propose(
+        self, ids: Sequence[int], k: int, uniforms: Sequence[float], state: Tensor | None = None
+    ) -> Draft:
+        """Up to k tokens that may follow `ids`.
+
+        uniforms: a number in [0, 1) to draw each with. state (C,): the target's, out of which the
+        last of `ids` came, where it is known.
+        """
         ...
 
 
@@ -58,8 +65,8 @@ def check_drafter(drafter: object) -> None:
     """TypeError for what has no `start`, as a bare model."""
     if not callable(getattr(drafter, "start", None)):
         raise TypeError(
-            f"drafter is a {type(drafter).__name__}; give a drafter: NgramDrafter(), or "
-            "ModelDrafter(model)."
+            f"drafter is a {type(drafter).__name__}; give a drafter: NgramDrafter(), "
+            "ModelDrafter(model) or MedusaDrafter(heads)."
         )
 
 
@@ -88,7 +95,9 @@ class _ModelSession:
         self._seen: list[int] = []  # the tokens that the cache holds
 
     @torch.inference_mode()
-    def propose(self, ids: Sequence[int], k: int, uniforms: Sequence[float]) -> Draft:
+    def propose(
+        self, ids: Sequence[int], k: int, uniforms: Sequence[float], state: Tensor | None = None
+    ) -> Draft:
         # What was guessed wrong is forgotten, and the newest token always computed.
         same = common_start(self._seen, ids[:-1])
         # By the cache's own length: an interrupt may have come between it and `_seen`.
@@ -142,7 +151,9 @@ class _NgramSession:
         self._places: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in lengths}
         self._n_seen = 0  # tokens whose n-grams are known, with the token that follows
 
-    def propose(self, ids: Sequence[int], k: int, uniforms: Sequence[float]) -> Draft:
+    def propose(
+        self, ids: Sequence[int], k: int, uniforms: Sequence[float], state: Tensor | None = None
+    ) -> Draft:
         for n, places in self._places.items():
             for end in range(max(n, self._n_seen), len(ids)):
                 places[tuple(ids[end - n : end])] = end

@@ -63,6 +63,11 @@ class Engine:
         proposer: Callable[[Request], Sequence[int]] | None = None,
     ):
         c = config
+        if c.cuda_graphs and getattr(c.drafter, "uses_states", False):
+            raise ValueError(
+                f"cuda_graphs keeps no states, from which a {type(c.drafter).__name__} guesses; "
+                "leave it off."
+            )
         self.model, self.config, self.clock = model, config, clock or Clock()
         paging = {"prefix_caching": c.prefix_caching, "rows": rows_for(c.kv_dtype, rows)}
         self.cache = PagedKVCache(model, c.n_blocks, c.block_size, backend=c.backend, **paging)
@@ -200,14 +205,14 @@ class Engine:
             plan = self.scheduler.schedule()
             if plan.work:
                 try:
-                    logits, best = forward(plan, self.model, self.cache, self._graphs)
+                    computed = forward(plan, self.model, self.cache, self._graphs)
                 except Exception as error:  # out of memory, say: one cannot tell whose fault it was
                     for work in plan.work:
                         self._end(work.request, "aborted", error)
                     raise
                 self.clock.passed(*plan.counts)
                 self.stats.record(plan, self.scheduler, start, self.clock.now())
-                self._produce(plan, logits, best)
+                self._produce(plan, *computed)
             self._deliver()
 
     @contextmanager
@@ -250,7 +255,9 @@ class Engine:
                     _log.exception("Request %d goes on without guesses.", request.id)
                     request.guesses = []
 
-    def _produce(self, plan: StepPlan, logits: Tensor, best: list[int]) -> None:
+    def _produce(
+        self, plan: StepPlan, logits: Tensor, best: list[int], states: Tensor | None
+    ) -> None:
         """Give tokens to every request whose tokens are all computed."""
         takers: list[Taker] = []
         row = 0
@@ -263,9 +270,11 @@ class Engine:
                 started = [] if request.n_produced else self.scheduler.fork(request)
                 takers += [(each, rows) for each in (request, *started)]
         now = self.clock.now()
-        for (request, _), tokens in zip(takers, draw_tokens(takers, logits, best), strict=True):
+        drawn = draw_tokens(takers, logits, best)
+        for (request, rows), tokens in zip(takers, drawn, strict=True):
             try:
                 n_wrong = request.accept(tokens, now)
+                request.state = None if states is None else states[rows[-1 - n_wrong]]
                 if self.config.policy == "continuous":
                     request.deliver()
             except Exception as error:  # the request's own trouble; the others go on

@@ -60,13 +60,23 @@ def perplexity(model: Decoder, ids: Sequence[int], window: int = 512) -> float:
 
 
 def difference(
-    model: Decoder, reference: Decoder, ids: Sequence[int], window: int = 512
+    model: Decoder, reference: Decoder, ids: Sequence[int], window: int = 512, first: int = 0
 ) -> Difference:
-    """How far `model` is from `reference` on a text, cut as in `perplexity`."""
+    """How far `model` is from `reference` on a text, cut as in `perplexity`.
+
+    first: the place of the first token whose predictions count; those before it are only read, as
+    the question before an answer.
+    """
+    check_whole("first", first, least=0)
+    if first > len(ids) - 1:
+        raise ValueError(f"first is {first}, but ids holds {len(ids)} tokens; give a smaller one.")
     kl, same, n = 0.0, 0, 0
-    for tokens in _windows(model, ids, window):
-        mine = _logits(model, tokens).log_softmax(-1)
-        theirs = _logits(reference, tokens.to(reference.device)).log_softmax(-1).to(mine.device)
+    for i, tokens in enumerate(_windows(model, ids, window)):
+        # The prediction of token `first` is made one token before it.
+        counted = slice(max(0, first - 1 - i * window), None)
+        mine = _logits(model, tokens)[counted].log_softmax(-1)
+        theirs = _logits(reference, tokens.to(reference.device))[counted]
+        theirs = theirs.log_softmax(-1).to(mine.device)
         kl += float(F.kl_div(mine, theirs, log_target=True, reduction="sum"))
         same += int((mine.argmax(-1) == theirs.argmax(-1)).sum())
         n += len(mine)

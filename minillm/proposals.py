@@ -64,7 +64,8 @@ class Proposals:
         if n < 1:
             return ()
         uniforms = [request.uniform(i) for i in range(n)]
-        state.guesses = state.session.propose(request.ids, n, uniforms).tokens
+        draft = state.session.propose(request.ids, n, uniforms, request.state)
+        state.guesses = draft.tokens
         state.n_ids = len(request.ids)
         return state.guesses
 

@@ -36,6 +36,7 @@ class Request:
     error: str | None = None
     table: BlockTable = field(default_factory=BlockTable)
     guesses: list[int] = field(default_factory=list)  # proposed to follow `ids`, not yet verified
+    state: Any = None  # (C,) the model's, out of which the newest token came
     admitted: bool = False  # has been running at least once
     n_prompt: int = field(init=False)
 

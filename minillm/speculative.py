@@ -76,19 +76,22 @@ def speculative_generate(
     cache = KVCache(target, 1, longest) if max_new_tokens else None
     stream = random.Random(None if sampling is None else sampling.seed)
     new: list[int] = []
+    state: Tensor | None = None  # (C,): the newest token came out of it
     calls = drafted = accepted = 0
     while len(new) < max_new_tokens and not (new and new[-1] in stop):
         draft, pending = Draft(), ids if not new else ids[-1:]
         room = max_new_tokens - len(new) - 1  # one token comes without a guess
         if new and room:
             wanted = min(k, room)
-            draft = session.propose(ids, wanted, [stream.random() for _ in range(wanted)])
+            uniforms = [stream.random() for _ in range(wanted)]
+            draft = session.propose(ids, wanted, uniforms, state)
         fed = torch.tensor([[*pending, *draft.tokens]], device=target.device)
         hidden = target.hidden(fed, cache)[0, len(pending) - 1 :]
         tokens = verified(draft, target.head(hidden), sampling, stream)
         if tokens[-1] < 0:
             raise ValueError("The model's logits are not numbers (NaN); nothing can be drawn.")
         end = next((i for i, token in enumerate(tokens) if token in stop), len(tokens) - 1)
+        state = hidden[end]
         calls, drafted = calls + 1, drafted + len(draft.tokens)
         accepted += min(end + 1, len(tokens) - 1)
         cache.rewind(len(draft.tokens) - end)  # all but the newest token stay

@@ -19,11 +19,12 @@ Taker = tuple[Request, range]
 
 def forward(
     plan: StepPlan, model: Decoder, cache: PagedKVCache, graphs: DecodeGraphs | None
-) -> tuple[Tensor, list[int]]:
+) -> tuple[Tensor, list[int], Tensor | None]:
     """Compute the plan's tokens.
 
-    Returns the wanted logits (n_rows, V), in the order of the plan, and the likeliest token of
-    each row. These are needed at once, so a GPU is done when this returns.
+    Returns the wanted logits (n_rows, V), in the order of the plan, the likeliest token of each
+    row, and the states (n_rows, C) that they came from, which a CUDA graph does not keep. The
+    tokens are needed at once, so a GPU is done when this returns.
     """
     cache.copy(plan.copies)
     tables = [work.request.table for work in plan.work]
@@ -33,12 +34,14 @@ def forward(
     wanted = [i for work, end in spans for i in range(end - work.n_logits, end)]
     if graphs is not None and max(n_new) == 1 and len(wanted) == len(tokens):
         logits, best = graphs.run(tables, tokens)
+        states = None
     else:
         row = torch.tensor([tokens], device=model.device)  # (1, N)
         hidden = model.hidden(row, cache.batch(tables, n_new))[0]
-        logits = model.head(hidden[torch.tensor(wanted, device=hidden.device).long()])
+        states = hidden[torch.tensor(wanted, device=hidden.device).long()]
+        logits = model.head(states)
         best = logits.argmax(-1)
-    return logits, best.tolist()
+    return logits, best.tolist(), states
 
 
 def draw_tokens(takers: Sequence[Taker], logits: Tensor, best: list[int]) -> list[list[int]]:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from minillm import Decoder, ModelConfig
 from minillm.calibration import Inputs
+from minillm.medusa import MedusaHeads
 
 
 def tiny_config(**changes: object) -> ModelConfig:
@@ -26,6 +27,15 @@ def lively(seed: int = 0, *, size: float = 0.2, **changes: object) -> Decoder:
     for p in model.parameters():
         p += size * torch.randn_like(p)
     return model
+
+
+def lively_heads(n: int, d_model: int = 24) -> MedusaHeads:
+    """Medusa heads that were trained on nothing, and differ from each other."""
+    heads = MedusaHeads(n, d_model).requires_grad_(False)
+    heads.weight += 0.2 * torch.randn(
+        heads.weight.shape, generator=torch.Generator().manual_seed(n)
+    )
+    return heads
 
 
 def inputs_of(x: Tensor) -> Inputs:

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from models import lively, tiny_config
 
 from minillm import Decoder, generate, quantize
-from minillm.distill import distill, distillation_loss, make_student, teacher_text
+from minillm.distill import distill, distillation_loss
 from minillm.evaluate import difference
+from minillm.student import make_student
 from minillm.training import fit, warmup_and_decay
 
 
@@ -120,6 +121,26 @@ def test_a_checkpoint_of_something_else(tmp_path):
         distill(teacher, make_student(teacher, 2), batches(2), **options)
 
 
+def test_remembered_states_are_the_teachers():
+    """A batch that comes again is not computed again, and what is learned is nearly the same."""
+    teacher, (first, second) = lively(n_layers=3), batches(2)
+    options = {"alpha": 0.0, "temperature": 1.0, "lr": 0.01}
+    found, hidden, calls = [], teacher.hidden, 0
+
+    def counted(tokens):
+        nonlocal calls
+        calls += 1
+        return hidden(tokens)
+
+    for remember in (False, True):
+        student, calls, teacher.hidden = make_student(teacher, 1), 0, counted
+        again = [first, second, first, second]
+        losses = distill(teacher, student, again, remember=remember, **options)
+        found.append((calls, losses))
+    assert [calls for calls, _ in found] == [4, 2]
+    assert found[1][1] == pytest.approx(found[0][1], rel=0.05)
+
+
 def test_the_rate_rises_and_falls():
     rate = warmup_and_decay(1.0, 100, warmup=0.1)
     values = [rate(i) for i in range(101)]
@@ -138,33 +159,6 @@ def test_autocast_trains_as_well():
     )  # fmt: skip
     assert half == pytest.approx(plain, rel=0.05) and half != plain
     assert student.dtype == torch.float32
-
-
-def test_the_teachers_text(tmp_path):
-    teacher, prompts = lively(n_layers=2), [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
-    path = tmp_path / "data" / "text.safetensors"
-    texts = teacher_text(teacher, prompts, 10, seed=3, cache=path)
-    assert [text[: len(p)] for text, p in zip(texts, prompts, strict=True)] == prompts
-    assert [len(text) for text in texts] == [13, 12, 14]
-    assert teacher_text(None, prompts, 10, seed=3, cache=path) == texts  # read, not written again
-    assert teacher_text(teacher, prompts, 10, seed=3) == texts
-    assert teacher_text(teacher, prompts, 10, seed=4) != texts
-    stop = texts[0][5]
-    cut = teacher_text(teacher, prompts[:1], 10, seed=3, stop_ids=[stop])
-    assert cut[0][-1] == stop and stop not in cut[0][3:-1]
-
-
-def test_text_of_something_else(tmp_path):
-    teacher, path = lively(n_layers=2), tmp_path / "text.safetensors"
-    teacher_text(teacher, [[1, 2], [3]], 5, cache=path)
-    for prompts, options in (([[9], [3]], {}), ([[1, 2]], {}), ([[1, 2], [3]], {"seed": 1})):
-        with pytest.raises(ValueError, match="was made of other prompts or with other settings"):
-            teacher_text(teacher, prompts, 5, cache=path, **options)
-    with pytest.raises(ValueError, match="prompts is empty"):
-        teacher_text(teacher, [], 5)
-    teacher.norm.fill_(math.nan)
-    with pytest.raises(ValueError, match="The teacher failed at 1 prompts: ValueError"):
-        teacher_text(teacher, [[1]], 5)
 
 
 def test_a_damaged_checkpoint_and_nothing_to_do(tmp_path):

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from models import lively
+from models import lively, lively_heads
 
 from minillm import Engine, EngineConfig, Sampling, generate, speculative_generate
 from minillm.drafters import Draft, ModelDrafter, NgramDrafter
+from minillm.medusa import MedusaDrafter
 from minillm.proposals import PAUSE, Proposals
 from minillm.request import Request
 
@@ -18,10 +19,11 @@ def drafters(model) -> dict:
         "itself": ModelDrafter(model),
         "a stranger": ModelDrafter(lively(seed=5, n_layers=1)),
         "n-grams": NgramDrafter(2, 1),
+        "heads": MedusaDrafter(lively_heads(4)),
     }
 
 
-@pytest.mark.parametrize("name", ["itself", "a stranger", "n-grams"])
+@pytest.mark.parametrize("name", ["itself", "a stranger", "n-grams", "heads"])
 @pytest.mark.parametrize("k", [1, 3, 8])
 @pytest.mark.parametrize(
     "options",
@@ -66,7 +68,7 @@ class Told:
     def start(self, target, max_len, sampling):
         return self
 
-    def propose(self, ids, k, uniforms):
+    def propose(self, ids, k, uniforms, state=None):
         self.asked.append(k)
         return Draft([self.guess] * k)
 
@@ -162,7 +164,7 @@ def test_refusals():
     stranger = ModelDrafter(lively(vocab_size=5))
     with pytest.raises(ValueError, match="5 token ids and the target 97; both must have the same"):
         Engine(model, EngineConfig(n_blocks=4, drafter=stranger))
-    message = r"drafter is .*; give a drafter: NgramDrafter\(\), or"
+    message = r"drafter is .*; give a drafter: NgramDrafter\(\), ModelDrafter\(model\) or"
     with pytest.raises(TypeError, match=message):
         Engine(model, EngineConfig(n_blocks=4, drafter=model))
     with pytest.raises(TypeError, match=message):

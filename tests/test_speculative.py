@@ -7,10 +7,11 @@ from collections import Counter
 
 import pytest
 import torch
-from models import lively
+from models import lively, lively_heads
 
 from minillm import Sampling, generate, quantize, speculative_generate
 from minillm.drafters import Draft, ModelDrafter, NgramDrafter
+from minillm.medusa import MedusaDrafter
 from minillm.sampling import probabilities
 from minillm.speculative import accepted, speedup
 
@@ -26,7 +27,7 @@ class Fixed:
     def start(self, target, max_len, sampling):
         return self
 
-    def propose(self, ids, k, uniforms):
+    def propose(self, ids, k, uniforms, state=None):
         made = len(ids) - self.n_prompt
         guesses = self.answer[made : made + k]
         return Draft([g if i < self.right else (g + 1) % 97 for i, g in enumerate(guesses)])
@@ -40,10 +41,11 @@ def drafters(model) -> dict:
         "fewer bits": ModelDrafter(quantize(lively(d_model=64, d_head=16, d_ff=64), "int8")),
         "n-grams": NgramDrafter(),
         "single tokens": NgramDrafter(longest=1, shortest=1),
+        "heads": MedusaDrafter(lively_heads(5)),
     }
 
 
-NAMES = ("itself", "a stranger", "fewer bits", "n-grams", "single tokens")
+NAMES = ("itself", "a stranger", "fewer bits", "n-grams", "single tokens", "heads")
 PROMPT = [5, 90, 3, 3, 41, 8, 5, 90, 3]
 
 
@@ -102,7 +104,7 @@ def test_a_stop_token_ends_where_plain_decoding_ends(place, k):
 def test_nothing_is_left_over_between_calls():
     """A drafter serves other prompts, other targets of its vocabulary, and the same again."""
     model, other = lively(), lively(seed=3)
-    for drafter in (ModelDrafter(lively(seed=5)), NgramDrafter()):
+    for drafter in (ModelDrafter(lively(seed=5)), NgramDrafter(), MedusaDrafter(lively_heads(3))):
         first = speculative_generate(model, drafter, PROMPT, 15, k=3)
         assert speculative_generate(other, drafter, [1, 2], 9, k=5).tokens == generate(
             other, [1, 2], 9
@@ -190,12 +192,16 @@ def chi_square(counts: Counter, expected: dict[tuple, float], n: int) -> float:
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.6}, {"top_p": 0.8}, {"top_k": 3, "temperature": 1.5}], ids=str
 )
-@pytest.mark.parametrize(("kind", "k"), [("model", 1), ("model", 2), ("n-grams", 2)])
+@pytest.mark.parametrize(("kind", "k"), [("model", 1), ("model", 2), ("n-grams", 2), ("heads", 2)])
 def test_sampled_answers_are_distributed_as_the_targets(kind, k, options):
     """Every answer of three tokens over a vocabulary of five."""
     sizes = {"vocab_size": 5, "n_layers": 1}
     model, small = lively(**sizes), lively(seed=4, **sizes)
-    drafter = ModelDrafter(small) if kind == "model" else NgramDrafter(1, 1)
+    drafter = {
+        "model": ModelDrafter(small),
+        "n-grams": NgramDrafter(1, 1),
+        "heads": MedusaDrafter(lively_heads(2)),
+    }[kind]
     prompt, n = [1, 2, 0, 1, 3, 1], 500
     expected = sequences(model, prompt, 3, Sampling(**options))
     assert sum(expected.values()) == pytest.approx(1, abs=1e-4)

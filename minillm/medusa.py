@@ -1,0 +1,129 @@
+"""Medusa: extra heads that guess the tokens after the next, from a state that is there anyway.
+
+Source: Cai et al. 2024 (Medusa), section 2.1 (heads, and training them with the model frozen).
+Blockwise parallel decoding (Stern et al. 2018, section 3) is the ancestor.
+Cost: C² parameters a head, and one product of k rows with the target's own head for k guesses. No
+second model, no second cache.
+
+The model's head turns the state h of place t into token t + 1. Head i, counted from 0, guesses
+token t + 2 + i from the same h:
+
+    logits_i = head(h + SiLU(W_i h))
+
+A new W_i is 0, so training starts from what the model itself says. The guesses form one chain, each
+the likeliest of its head. Unlike the paper's, the heads share the target's output matrix.
+Not here: several guesses a head (the paper's tree), training the model along (Medusa-2).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minillm.checks import check_whole
+from minillm.drafters import Draft
+from minillm.model import Decoder
+from minillm.sampling import Sampling
+from minillm.training import fit
+
+DECAY = 0.8
+"""How much less each further head counts in the loss (Cai et al. 2024, section 2.2.1)."""
+
+
+class MedusaHeads(nn.Module):
+    """n heads for a model of width C."""
+
+    def __init__(self, n: int, d_model: int):
+        super().__init__()
+        check_whole("n", n)
+        check_whole("d_model", d_model)
+        self.weight = nn.Parameter(torch.zeros(n, d_model, d_model))
+
+    def forward(self, h: Tensor, k: int | None = None) -> Tensor:
+        """States (…, C) to those of the first k heads (…, k, C), or of all."""
+        weight = self.weight[:k]
+        turned = F.linear(h, weight.flatten(0, 1)).unflatten(-1, weight.shape[:2])
+        return h[..., None, :] + F.silu(turned)
+
+
+def train_heads(
+    target: Decoder,
+    heads: MedusaHeads,
+    batches: Iterable[Tensor],
+    *,
+    lr: float | Callable[[int], float],
+    total: int | None = None,
+    autocast: bool = False,
+) -> list[float]:
+    """Train the heads in place on token ids (B, T); returns the loss before each step.
+
+    The target is frozen. T must be more than the number of heads + 1. The rest as in
+    `training.fit`. ValueError for heads of another width, and for rows that are too short.
+    """
+    _check_width(heads, target)
+    n = len(heads.weight)
+
+    def loss(tokens: Tensor) -> Tensor:
+        if tokens.shape[1] < n + 2:
+            raise ValueError(
+                f"Rows of {tokens.shape[1]} tokens are too short for {n} heads; give at least "
+                f"{n + 2}."
+            )
+        with torch.no_grad():
+            h = target.hidden(tokens[:, :-2])  # (B, T - 2, C)
+        states = heads(h)  # (B, T - 2, n, C)
+        total = states.new_zeros(())
+        for i in range(n):
+            logits = target.head(states[:, : tokens.shape[1] - 2 - i, i]).flatten(0, 1)
+            total = total + DECAY**i * F.cross_entropy(logits.float(), tokens[:, 2 + i :].flatten())
+        return total
+
+    asked = [(p, p.requires_grad) for p in target.parameters()]
+    target.requires_grad_(False)
+    try:
+        learned = [heads.weight]
+        return fit(heads, learned, batches, loss, lr=lr, total=total, autocast=autocast)
+    finally:
+        for p, required in asked:
+            p.requires_grad_(required)
+
+
+def _check_width(heads: MedusaHeads, target: Decoder) -> None:
+    width = heads.weight.shape[1]
+    if width != target.config.d_model:
+        raise ValueError(
+            f"The heads are for states of {width} numbers and the target's have "
+            f"{target.config.d_model}; train heads for this target."
+        )
+
+
+class MedusaDrafter:
+    """Heads that were trained on the target, or on one that it is a copy of in fewer bits."""
+
+    uses_states = True  # the engine asks
+
+    def __init__(self, heads: MedusaHeads):
+        self.heads = heads
+
+    def start(self, target: Decoder, max_len: int, sampling: Sampling | None) -> "_MedusaSession":
+        _check_width(self.heads, target)
+        return _MedusaSession(self.heads, target)
+
+
+class _MedusaSession:
+    """Keeps nothing of the sequence: all that the heads need is the target's last state."""
+
+    def __init__(self, heads: MedusaHeads, target: Decoder):
+        self._heads, self._target = heads, target
+
+    @torch.inference_mode()
+    def propose(
+        self, ids: Sequence[int], k: int, uniforms: Sequence[float], state: Tensor | None = None
+    ) -> Draft:
+        if state is None:
+            return Draft()
+        weight = self._heads.weight
+        states = self._heads(state.to(weight.device, weight.dtype), k)  # (k, C)
+        logits = self._target.head(states.to(state.device, state.dtype))
+        return Draft(logits.argmax(-1).tolist())
