@@ -130,10 +130,24 @@ def accepted(draft: Draft, p: Tensor, stream: random.Random) -> list[int]:
     return draft.tokens + pick(p[-1:], [stream.random()])
 
 
-def speedup(alpha: float, k: int, c: float) -> float:
-    """(1 - α^(k+1)) / ((1 - α)(c k + 1)) (Leviathan et al. 2023, theorem 3.8).
+def tokens_per_pass(alpha: float, k: int) -> float:
+    """(1 - α^(k+1)) / (1 - α): what a round of k guesses yields (Leviathan et al. 2023, eq. 1)."""
+    return k + 1 if alpha == 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
 
-    alpha: the share of guesses that is accepted; c: a draft pass over a target pass.
+
+def acceptance(per_pass: float, k: int) -> float:
+    """The α at which rounds of k guesses yield so many tokens each: `tokens_per_pass` backwards."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tokens_per_pass(middle, k) < per_pass else (low, middle)
+    return high
+
+
+def speedup(alpha: float, k: int, c: float, v: float = 1.0) -> float:
+    """(1 - α^(k+1)) / ((1 - α)(c k + v)) (Leviathan et al. 2023, theorem 3.8, where v is 1).
+
+    alpha: the share of guesses that is accepted; c: a draft pass over a target pass of one token;
+    v: a target pass of k + 1 tokens over one of one token.
     """
-    tokens = k + 1 if alpha == 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
-    return tokens / (c * k + 1)
+    return tokens_per_pass(alpha, k) / (c * k + v)

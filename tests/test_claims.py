@@ -8,14 +8,27 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import tiny_config
+from models import lively, tiny_config
 
-from minillm import Decoder, Engine, EngineConfig, Hardware, ModelConfig, costs
+from minillm import (
+    Decoder,
+    Engine,
+    EngineConfig,
+    Hardware,
+    ModelConfig,
+    Sampling,
+    costs,
+    distill,
+    generate,
+    make_student,
+)  # fmt: skip
 from minillm.blocks import BlockManager
 from minillm.config import PRESETS
+from minillm.evaluate import difference
 from minillm.fragmentation import simulate
 from minillm.hardware import roofline_seconds
 from minillm.sparsity import compress, mask_2_4
+from minillm.speculative import speedup, tokens_per_pass
 from minillm.virtual_time import VirtualClock, step_seconds
 from minillm.workload import AZURE_OUTPUT, AZURE_PROMPT, draw_length
 
@@ -327,6 +340,41 @@ def test_claim_30_the_indices_count():
     for dtype, share in ((torch.bfloat16, 0.5625), (torch.int8, 0.625)):
         dense = torch.ones(64, 256, dtype=dtype)
         assert compress(dense, mask).nbytes == share * dense.nbytes
+
+
+@pytest.mark.slow
+def test_claim_31_soft_targets_ground_truth_and_states():
+    """Soft targets, the text, and states besides: each brings a student nearer to its teacher.
+
+    On a tiny model; lesson 11 has the kinds beside each other on the real one.
+    """
+    teacher = lively(n_layers=3, vocab_size=31)
+    tokens = [sampled(teacher, 24, seed) for seed in range(40)]
+    exam = [i for seed in range(900, 904) for i in sampled(teacher, 24, seed)[0].tolist()]
+    far = difference(make_student(teacher, 1), teacher, exam).kl
+    for options in ({"alpha": 0.0}, {"alpha": 1.0}, {"alpha": 0.5, "states": 1.0}):
+        student = make_student(teacher, 1)
+        distill(teacher, student, tokens, temperature=1.0, lr=0.02, **options)
+        assert difference(student, teacher, exam).kl < 0.8 * far
+
+
+def sampled(model: Decoder, n: int, seed: int) -> torch.Tensor:
+    """A text (1, n) that the model wrote."""
+    return torch.tensor([[1, *generate(model, [1], n - 1, sampling=Sampling(seed=seed))]])
+
+
+def test_claim_32_what_a_round_of_guesses_yields():
+    """(1 - α^(k+1)) / (1 - α) tokens a pass; slower than plain decoding where c·k + 1 is more."""
+    stream = random.Random(0)
+    for alpha, k in ((0.5, 2), (0.8, 4)):
+        total = 0
+        for _ in range(20_000):
+            right = 0
+            while right < k and stream.random() < alpha:
+                right += 1
+            total += right + 1
+        assert total / 20_000 == pytest.approx(tokens_per_pass(alpha, k), rel=0.02)
+    assert speedup(0.5, 2, 0.1) > 1 > speedup(0.5, 2, 0.5)
 
 
 def test_claim_37_flops_grew_faster_than_memory():

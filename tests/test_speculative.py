@@ -13,7 +13,7 @@ from minillm import Sampling, generate, quantize, speculative_generate
 from minillm.drafters import Draft, ModelDrafter, NgramDrafter
 from minillm.medusa import MedusaDrafter
 from minillm.sampling import probabilities
-from minillm.speculative import accepted, speedup
+from minillm.speculative import acceptance, accepted, speedup, tokens_per_pass
 
 KS = pytest.mark.parametrize("k", range(1, 9))
 
@@ -234,6 +234,9 @@ def test_speedup():
     assert speedup(0.8, 5, 0.0) == pytest.approx(3.69, abs=0.01)
     assert speedup(0.9, 10, 0.0) == pytest.approx(6.86, abs=0.01)
     assert speedup(1.0, 4, 0.25) == 2.5 and speedup(0.0, 4, 0.25) == 0.5
+    assert speedup(1.0, 4, 0.25, v=1.5) == 2.0
+    for alpha in (0.0, 0.3, 0.99, 1.0):
+        assert acceptance(tokens_per_pass(alpha, 3), 3) == pytest.approx(alpha, abs=1e-6)
 
 
 # N-grams
