@@ -18,6 +18,6 @@ ORDER = (
     "proposals", "steps", "engine_config", "engine", "teacher_text", "distill", "workload", "plots",
     "bench", "bench.recording", "bench.models", "bench.peers", "bench.decode",
     "bench.prefill", "bench.attention", "bench.serve_gpu", "bench.serve", "bench.load",
-    "bench.quantize", "bench.speculate", "bench.gpu", "bench.gpu_kernels", "bench.gpu_model",
+    "bench.quantize", "bench.gpu", "bench.gpu_kernels", "bench.gpu_model",
     "bench.gpu_second", "bench.tables", "bench.command", "__main__", "bench.__main__",
 )  # fmt: skip

@@ -72,8 +72,9 @@ def run(options: argparse.Namespace) -> int:
     if gpu:
         return _run_gpu(device, options)
     # These read the default checkpoint, which a GPU's machine need not have.
-    on_cpu = ("load", "quantize", "speculate")
-    chosen = [name for name in BENCHMARKS if device.type != "cuda" or name not in on_cpu]
+    chosen = [
+        name for name in BENCHMARKS if device.type != "cuda" or name not in ("load", "quantize")
+    ]
     for name in options.names or chosen:
         path = importlib.import_module(f"minillm.bench.{name}").bench(device)
         print(f"  written to {path}")
