@@ -14,9 +14,10 @@ softened by a temperature T,
 
 T² keeps the gradients of the soft targets as large as at T = 1; h are the last normalized states.
 
-The command makes a student of the default checkpoint that is worth drafting with. The teacher
-writes the text (`minillm.teacher_text`), the student learns the teacher's distributions on it (α is
-0), and everything is kept in a folder, so that the command goes on after an interrupt.
+The command makes a student of the default checkpoint that is worth drafting with, or Medusa heads
+(`--heads 3`). The teacher writes the text (`minillm.teacher_text`), the student learns its
+distributions on it (α is 0), and everything is kept in a folder, so that the command goes on after
+an interrupt.
 """
 
 import argparse
@@ -35,10 +36,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.checks import brief
-from minillm.drafters import ModelDrafter
+from minillm.drafters import Drafter, ModelDrafter
 from minillm.evaluate import difference
 from minillm.measure import cpu_name
+from minillm.medusa import MedusaDrafter, MedusaHeads, load_heads, save_heads, train_heads
 from minillm.model import Decoder
+from minillm.prepack import prepack
 from minillm.speculative import speculative_generate
 from minillm.student import load_student, make_student, save_student
 from minillm.teacher_text import Conversation, continued_code, conversations, library_text
@@ -182,33 +185,27 @@ def try_student(
     apart = [difference(student, teacher, c.prompt + c.answer, first=len(c.prompt)) for c in tried]
     n = [len(c.answer) for c in tried]
     drafter = ModelDrafter(student)
-    results = [speculative_generate(teacher, drafter, c.prompt, 64, k=4) for c in tried[:n_drafted]]
     return {
         "kl": sum(d.kl * k for d, k in zip(apart, n, strict=True)) / sum(n),
         "agreement": sum(d.agreement * k for d, k in zip(apart, n, strict=True)) / sum(n),
-        "drafts": [[result.drafted, result.accepted] for result in results],
+        "drafts": drafts(drafter, teacher, tried[:n_drafted], 4),
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Write the text, train the student on it, save it with a record of how it was made."""
-    parser = argparse.ArgumentParser(
-        prog="python -m minillm.distill",
-        description="Train a student of the default checkpoint on text that its teacher writes.",
-    )
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--conversations", type=int, default=2400, help="questions to be asked")
-    parser.add_argument("--steps", type=int, default=2200, help="of 8 rows of 256 tokens")
-    parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=Path("build/student"))
-    options = parser.parse_args(arguments)
+def drafts(
+    drafter: Drafter, teacher: Decoder, tried: Sequence[Conversation], k: int
+) -> list[list[int]]:
+    """[verified, accepted] guesses of 64 greedy tokens in each conversation."""
+    results = [speculative_generate(teacher, drafter, c.prompt, 64, k=k) for c in tried]
+    return [[result.drafted, result.accepted] for result in results]
+
+
+def _train_student(options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     start = time.perf_counter()
     teacher, tokenizer = load(dtype="bfloat16")
     assert tokenizer is not None
     batches, tried = _data(teacher, tokenizer, options)
     written = time.perf_counter()
-    print(f"{batches.numel():,} tokens of text in {len(batches)} batches", flush=True)
     teacher, _ = load(dtype="float32")
     # The first and the last layers learn faster than evenly chosen ones.
     last = len(teacher.layers) - options.layers // 2
@@ -224,21 +221,71 @@ def main(arguments: list[str] | None = None) -> int:
     trained = time.perf_counter()
     path = options.folder / "student.safetensors"
     save_student(student, path)
-    record = {
-        "settings": {name: value for name, value in vars(options).items() if name != "folder"},
+    return path, {
         "tokens of text": batches.numel(),
         # Of this run: less if parts of the text and of the training were there.
         "seconds": {"text": round(written - start), "training": round(trained - written)},
-        "hardware": cpu_name(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "date": datetime.date.today().isoformat(),
         "loss": [round(loss, 4) for loss in losses],
         "tried": [[c.prompt, c.answer] for c in tried],
         "before": before,
         "after": try_student(load_student(teacher, path=path), teacher, tried),
     }
+
+
+def _train_heads(options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
+    """Two rows at a time: each is scored over the whole vocabulary by every head."""
+    start = time.perf_counter()
+    teacher, tokenizer = load(dtype="float32")
+    assert tokenizer is not None
+    writer = prepack(teacher) if teacher.device.type == "cpu" else teacher
+    batches, tried = _data(writer, tokenizer, options)
+    written = time.perf_counter()
+    heads = MedusaHeads(options.heads, teacher.config.d_model).to(teacher.device)
+    losses = train_heads(
+        teacher, heads, _epochs(batches.view(-1, 2, ROW), options.steps, options.seed),
+        lr=warmup_and_decay(options.lr, options.steps), total=options.steps,
+    )  # fmt: skip
+    trained = time.perf_counter()
+    path = options.folder / "medusa.safetensors"
+    save_heads(heads, path)
+    drafter = MedusaDrafter(load_heads(path))
+    return path, {
+        "tokens of text": batches.numel(),
+        "seconds": {"text": round(written - start), "training": round(trained - written)},
+        "loss": [round(loss, 4) for loss in losses],
+        "tried": [[c.prompt, c.answer] for c in tried[:8]],
+        "after": {"drafts": drafts(drafter, teacher, tried[:8], options.heads)},
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the text, train on it, save the result with a record of how it was made."""
+    parser = argparse.ArgumentParser(
+        prog="python -m minillm.distill",
+        description="Train a student of the default checkpoint on text that its teacher writes.",
+    )
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument(
+        "--heads", type=int, default=0, help="so many Medusa heads instead of a student"
+    )
+    parser.add_argument("--conversations", type=int, default=2400, help="questions to be asked")
+    parser.add_argument(
+        "--steps", type=int, default=2200, help="of 8 rows of 256 tokens; 2 rows for heads"
+    )
+    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=Path("build/distill"))
+    options = parser.parse_args(arguments)
+    path, made = (_train_heads if options.heads else _train_student)(options)
+    record = {
+        "settings": {name: value for name, value in vars(options).items() if name != "folder"},
+        "hardware": cpu_name(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "date": datetime.date.today().isoformat(),
+    } | made
     path.with_suffix(".json").write_text(json.dumps(record) + "\n")
-    print(f"before: {record['before']}\nafter: {record['after']}\nwritten to {path}")
+    print(f"{record['tokens of text']:,} tokens of text")
+    print(f"before: {record.get('before')}\nafter: {record['after']}\nwritten to {path}")
     return 0
 
 

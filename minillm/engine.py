@@ -49,8 +49,9 @@ class Engine:
 
     The same request gives the same tokens whatever runs beside it, up to rounding: sums over a
     larger batch may be taken in another order.
-    rows: another way to store keys and values (`minillm.kv_cache.Rows`). proposer: guesses which
-    tokens follow those of a decoding request; right guesses save steps, wrong ones only cost time.
+    rows: another way to store keys and values (`minillm.kv_cache.Rows`). proposer: guesses in every
+    step which tokens follow those of the running requests, `decoding` or not; those of the former
+    are verified. Right ones save steps, wrong ones only cost time.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Engine:
         *,
         clock: Clock | None = None,
         rows: Callable[[Decoder, tuple[int, int]], Rows] | None = None,
-        proposer: Callable[[Request], Sequence[int]] | None = None,
+        proposer: Callable[[Sequence[Request]], Sequence[Sequence[int]]] | None = None,
     ):
         c = config
         if c.cuda_graphs and getattr(c.drafter, "uses_states", False):
@@ -81,11 +82,16 @@ class Engine:
             max_waiting=c.max_waiting,
         )
         self.stats = Stats()
-        if proposer is None and c.drafter is not None:
-            proposer = Proposals(c.drafter, model, c.k)
-        self._proposer, self._next_id, self._in_order = proposer, 0, True
+        self._proposer = proposer or self._drafting()
+        self._next_id, self._in_order = 0, True
         self._requests: dict[int, Request] = {}  # all that are not handed out, oldest first
         self._ended: list[Request] = []  # those of them that are over
+
+    def _drafting(self) -> Proposals | None:
+        if (c := self.config).drafter is None:
+            return None
+        sizes = {"n_blocks": c.n_blocks, "block_size": c.block_size}
+        return Proposals(c.drafter, self.model, c.k, timeline=self.stats.timeline, **sizes)
 
     def submit(
         self,
@@ -175,6 +181,8 @@ class Engine:
         if self.busy:
             raise ValueError("Requests are running or waiting; run them to their end first.")
         self._restore()
+        if isinstance(self._proposer, Proposals):
+            self._proposer = self._drafting()
 
     def run(self) -> dict[int, Completion]:
         """Step until nothing is left; returns the completions by request id.
@@ -245,15 +253,18 @@ class Engine:
         self._in_order = True
 
     def _propose(self) -> None:
-        for request in self.scheduler.running if self._proposer else ():
-            if request.decoding:
-                # One token comes without a guess, and no more than max_new_tokens are wanted.
-                room = request.max_new_tokens - request.n_produced - 1
-                try:
-                    request.guesses = list(self._proposer(request))[:room]
-                except Exception:  # guesses are no part of the answer
-                    _log.exception("Request %d goes on without guesses.", request.id)
-                    request.guesses = []
+        if self._proposer is None:
+            return
+        running = list(self.scheduler.running)
+        try:
+            drafts = dict(zip(running, self._proposer(running), strict=True))
+        except Exception:  # guesses are no part of the answer
+            _log.exception("The drafter failed; this step has no guesses.")
+            drafts = {}
+        for request in running:
+            # One token comes without a guess, and no more than max_new_tokens are wanted.
+            room = request.max_new_tokens - request.n_produced - 1 if request.decoding else 0
+            request.guesses = list(drafts.get(request, ()))[:room]
 
     def _produce(
         self, plan: StepPlan, logits: Tensor, best: list[int], states: Tensor | None

@@ -18,7 +18,8 @@ class EngineConfig:
     policy "static" is the baseline: a batch starts when the last is over, and its answers come
     when its longest is done. cuda_graphs: replay decode steps on a GPU (`minillm.cuda_graphs`).
     kv_dtype: None, "int8" or "int4" (`minillm.quantized_kv`). drafter: guesses up to k tokens of
-    each decoding request (`minillm.proposals`); a model that drafts has caches of its own.
+    each decoding request (`minillm.proposals`); a model that drafts has a cache of its own, of as
+    many blocks.
     """
 
     n_blocks: int

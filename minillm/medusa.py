@@ -12,21 +12,28 @@ token t + 2 + i from the same h:
 
 A new W_i is 0, so training starts from what the model itself says. The guesses form one chain, each
 the likeliest of its head. Unlike the paper's, the heads share the target's output matrix.
+The packaged heads are for the default checkpoint, in int8; `python -m minillm.distill --heads 3`
+trained them, and `data/medusa.json` says how.
 Not here: several guesses a head (the paper's tree), training the model along (Medusa-2).
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from minillm.checks import check_whole
 from minillm.drafters import Draft
+from minillm.grid import Grid, to_int8
 from minillm.model import Decoder
+from minillm.request import Request
 from minillm.sampling import Sampling
-from minillm.training import fit
+from minillm.training import fit, save_whole
 
+PACKAGED_HEADS = Path(__file__).parent / "data" / "medusa.safetensors"
 DECAY = 0.8
 """How much less each further head counts in the loss (Cai et al. 2024, section 2.2.1)."""
 
@@ -79,14 +86,39 @@ def train_heads(
             total = total + DECAY**i * F.cross_entropy(logits.float(), tokens[:, 2 + i :].flatten())
         return total
 
-    asked = [(p, p.requires_grad) for p in target.parameters()]
-    target.requires_grad_(False)
+    both = nn.ModuleList([target, heads])  # so that all but the heads is frozen
+    return fit(both, [heads.weight], batches, loss, lr=lr, total=total, autocast=autocast)
+
+
+def save_heads(heads: MedusaHeads, path: Path) -> None:
+    """Write the matrices in int8, with a scale for each row."""
+    matrices = to_int8(heads.weight.detach().flatten(0, 1))
+    save_whole({"q": matrices.q, "scale": matrices.scale}, path, {})
+
+
+def load_heads(path: Path = PACKAGED_HEADS) -> MedusaHeads:
+    """The trained heads, or those of another file of `save_heads`.
+
+    Raises FileNotFoundError or ValueError for a file that is missing or damaged.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} does not exist; train heads with python -m minillm.distill --heads 3."
+        )
     try:
-        learned = [heads.weight]
-        return fit(heads, learned, batches, loss, lr=lr, total=total, autocast=autocast)
-    finally:
-        for p, required in asked:
-            p.requires_grad_(required)
+        with safe_open(path, "pt") as file:
+            q, scale = file.get_tensor("q"), file.get_tensor("scale")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}); fetch it or train it again.") from error
+    d_model = q.shape[-1]
+    if q.dim() != 2 or not d_model or len(q) % d_model or not len(q) or scale.shape != q.shape[:1]:
+        raise ValueError(
+            f"{path} holds matrices of shape {tuple(q.shape)} with scales {tuple(scale.shape)}, "
+            "which are no heads; train them again."
+        )
+    heads = MedusaHeads(len(q) // d_model, d_model).requires_grad_(False)
+    heads.weight.copy_(Grid(q, scale).dequantized().view_as(heads.weight))
+    return heads
 
 
 def _check_width(heads: MedusaHeads, target: Decoder) -> None:
@@ -106,24 +138,45 @@ class MedusaDrafter:
     def __init__(self, heads: MedusaHeads):
         self.heads = heads
 
-    def start(self, target: Decoder, max_len: int, sampling: Sampling | None) -> "_MedusaSession":
+    def start(self, target: Decoder, max_len: int, sampling: Sampling | None) -> "_Guesses":
         _check_width(self.heads, target)
-        return _MedusaSession(self.heads, target)
+        return _Guesses(self.heads, target)
+
+    def batch(self, target: Decoder, n_blocks: int, block_size: int) -> "_BatchGuesses":
+        """Drafts for all requests of an engine, in one product with the target's head."""
+        return _BatchGuesses(self.start(target, 1, None))
 
 
-class _MedusaSession:
+class _Guesses:
     """Keeps nothing of the sequence: all that the heads need is the target's last state."""
 
     def __init__(self, heads: MedusaHeads, target: Decoder):
         self._heads, self._target = heads, target
 
-    @torch.inference_mode()
     def propose(
         self, ids: Sequence[int], k: int, uniforms: Sequence[float], state: Tensor | None = None
     ) -> Draft:
-        if state is None:
-            return Draft()
+        return Draft() if state is None else Draft(self.after(state[None], k)[0])
+
+    @torch.inference_mode()
+    def after(self, states: Tensor, k: int) -> list[list[int]]:
+        """The chains of at most k guesses for states (n, C)."""
         weight = self._heads.weight
-        states = self._heads(state.to(weight.device, weight.dtype), k)  # (k, C)
-        logits = self._target.head(states.to(state.device, state.dtype))
-        return Draft(logits.argmax(-1).tolist())
+        turned = self._heads(states.to(weight.device, weight.dtype), k)  # (n, k, C)
+        logits = self._target.head(turned.to(states.device, states.dtype))
+        return logits.argmax(-1).tolist()
+
+
+class _BatchGuesses:
+    def __init__(self, guesses: _Guesses):
+        self._guesses = guesses
+
+    def propose(self, requests: Sequence[Request], ks: Sequence[int]) -> list[list[int]]:
+        asked = [i for i, r in enumerate(requests) if ks[i] and r.state is not None]
+        drafts: list[list[int]] = [[] for _ in requests]
+        if asked:
+            states = torch.stack([requests[i].state for i in asked])
+            chains = self._guesses.after(states, max(ks[i] for i in asked))
+            for i, chain in zip(asked, chains, strict=True):
+                drafts[i] = chain[: ks[i]]
+        return drafts

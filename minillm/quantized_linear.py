@@ -18,6 +18,7 @@ rows; more are multiplied in 16 bits.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -96,6 +97,14 @@ class QuantizedLinear(nn.Module, ABC):
         return len(x) <= MAX_ROWS
 
 
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy at a multiple of 64 bytes: PyTorch's int8 product crashes at odd addresses.
+
+    So do rows that are no multiple of 16 numbers. A file's tensors lie anywhere.
+    """
+    return x if x.data_ptr() % 64 == 0 else x.clone()
+
+
 class Int8Linear(QuantizedLinear):
     """One byte a number, one scale a row."""
 
@@ -103,15 +112,15 @@ class Int8Linear(QuantizedLinear):
 
     def __init__(self, matrix: Grid, bias: Tensor | None = None, columns: Tensor | None = None):
         super().__init__(matrix, bias, columns)
-        self.register_buffer("weight", matrix.q)
+        self.register_buffer("weight", _aligned(matrix.q))
         self.register_buffer("scale", matrix.scale)
 
     def dequantized(self) -> Tensor:
         return Grid(self.weight, self.scale).dequantized()
 
     def product(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu" and len(x) <= MOST_ROWS:
-            return torch._weight_int8pack_mm(x, self.weight, self.scale)
+        if x.device.type == "cpu" and len(x) <= MOST_ROWS and self.in_features % 16 == 0:
+            return torch._weight_int8pack_mm(_aligned(x), self.weight, self.scale)
         if self.few_rows(x):
             from minillm.kernels.few_rows import few_rows_linear
 
@@ -167,6 +176,15 @@ class Int4Linear(QuantizedLinear):
             return self.product(eye).T.float()
         return Grid(grid.unpack(self.weight), self.scale, self.zero).dequantized()
 
+    def grid(self) -> Grid:
+        """The numbers as they are stored, exactly."""
+        if self.weight.device.type != "cpu":
+            return Grid(grid.unpack(self.weight), self.scale, self.zero)
+        scale, zero = self.scale_zero.transpose(0, 1).unbind(-1)
+        q = torch.empty(self.out_features * self.in_features, dtype=torch.uint8)
+        q[_packed_order(self.out_features, self.in_features)] = _nibbles(self.weight)
+        return Grid(q.view(self.out_features, -1), scale.contiguous(), zero.contiguous())
+
     def product(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu":
             return _INT4_PRODUCT(x, *self._operands)
@@ -175,6 +193,26 @@ class Int4Linear(QuantizedLinear):
 
             return few_rows_linear(x, self.weight, self.scale, self.zero)
         return F.linear(x, self.dequantized().to(x.dtype))
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    return grid.unpack(packed.flatten())
+
+
+@lru_cache(maxsize=8)
+def _packed_order(N: int, K: int) -> Tensor:
+    """Which number of a matrix (N, K) PyTorch stores in each place of its packed form.
+
+    The order differs between CPUs, so it is found out: numbers are packed that spell their place,
+    a digit of 4 bits at a time.
+    """
+    place = torch.arange(N * K)
+    found = torch.zeros_like(place)
+    for shift in range(0, (N * K - 1).bit_length(), 4):
+        digits = (place >> shift & 15).view(N, K).int()
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(digits, 1)
+        found |= _nibbles(packed).long() << shift
+    return found
 
 
 class Int8Embedding(nn.Module):

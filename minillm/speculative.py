@@ -147,7 +147,7 @@ def acceptance(per_pass: float, k: int) -> float:
 def speedup(alpha: float, k: int, c: float, v: float = 1.0) -> float:
     """(1 - α^(k+1)) / ((1 - α)(c k + v)) (Leviathan et al. 2023, theorem 3.8, where v is 1).
 
-    alpha: the share of guesses that is accepted; c: a draft pass over a target pass of one token;
-    v: a target pass of k + 1 tokens over one of one token.
+    alpha: the chance that a guess is accepted, if those before it were; c: a draft pass over a
+    target pass of one token; v: a target pass of k + 1 tokens over one of one token.
     """
     return tokens_per_pass(alpha, k) / (c * k + v)

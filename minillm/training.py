@@ -63,7 +63,7 @@ def fit(
     checkpoint: a .safetensors file, written whole or not at all every so many steps and at the
     end. If it is there, training goes on after its last step: give the same batches again, and the
     first ones are skipped. total: of batches, for a progress bar. autocast: products in bfloat16.
-    ValueError for a checkpoint of other parameters.
+    ValueError for a checkpoint of other parameters, and for an empty batch.
     """
     if not learned:
         raise ValueError("There is nothing to learn: no parameter is the model's own.")
@@ -80,6 +80,8 @@ def fit(
         bar = tqdm(rest, total=total, initial=len(losses), mininterval=1, disable=total is None)
         products = torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext()
         for batch in bar:
+            if not batch.numel():
+                raise ValueError(f"Batch {len(losses)} is empty; give each at least one row.")
             optimizer.param_groups[0]["lr"] = rate(len(losses))
             with products:
                 value = loss(batch.to(device))

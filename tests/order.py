@@ -15,9 +15,11 @@ ORDER = (
     "weights.gguf_header", "weights.gguf_checkpoint", "weights.tokenizer_files",
     "weights.default", "weights", "training", "student", "evaluate", "gqa", "prepack", "sampling",
     "ragged", "paged", "cuda_graphs", "generate", "drafters", "medusa", "speculative",
-    "proposals", "steps", "engine_config", "engine", "teacher_text", "distill", "workload", "plots",
+    "proposals", "steps", "engine_config", "engine", "parallel", "parallel.plan",
+    "parallel.collectives", "parallel.tensor", "parallel.pipeline", "parallel.__main__",
+    "teacher_text", "distill", "workload", "plots",
     "bench", "bench.recording", "bench.models", "bench.peers", "bench.decode",
     "bench.prefill", "bench.attention", "bench.serve_gpu", "bench.serve", "bench.load",
-    "bench.quantize", "bench.gpu", "bench.gpu_kernels", "bench.gpu_model",
+    "bench.quantize", "bench.speculate", "bench.gpu", "bench.gpu_kernels", "bench.gpu_model",
     "bench.gpu_second", "bench.tables", "bench.command", "__main__", "bench.__main__",
 )  # fmt: skip

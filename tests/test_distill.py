@@ -174,6 +174,8 @@ def test_a_damaged_checkpoint_and_nothing_to_do(tmp_path):
         distill(teacher, student, batches(1), checkpoint=path, **options)
     with pytest.raises(ValueError, match="nothing to learn"):
         distill(teacher, teacher, batches(1), **options)
+    with pytest.raises(ValueError, match="Batch 0 is empty; give each at least one row"):
+        distill(teacher, student, [torch.empty(0, 8, dtype=torch.long)], **options)
     assert [p.requires_grad for p in student.parameters()] == asked
 
 

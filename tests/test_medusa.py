@@ -4,9 +4,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import lively, lively_heads
+from safetensors.torch import save_file
 
 from minillm import Engine, EngineConfig, generate, quantize, speculative_generate
-from minillm.medusa import DECAY, MedusaDrafter, MedusaHeads, train_heads
+from minillm.medusa import (
+    DECAY,
+    MedusaDrafter,
+    MedusaHeads,
+    load_heads,
+    save_heads,
+    train_heads,
+)
 
 
 def test_the_heads_by_their_formula():
@@ -16,9 +24,8 @@ def test_the_heads_by_their_formula():
     for i in range(3):
         torch.testing.assert_close(out[:, :, i], h + F.silu(h @ heads.weight[i].T))
     torch.testing.assert_close(heads(h, 2), out[:, :, :2])
-    torch.testing.assert_close(
-        MedusaHeads(2, 24)(h)[:, :, 1], h
-    )  # new heads say what the model says
+    new = MedusaHeads(2, 24)  # says what the model says
+    torch.testing.assert_close(new(h)[:, :, 1], h)
 
 
 def test_guesses_are_the_likeliest_of_each_head():
@@ -104,6 +111,31 @@ def test_a_quantized_target_uses_the_same_heads():
     model = quantize(lively(d_model=64, d_head=16, d_ff=64), "int8")
     result = speculative_generate(model, MedusaDrafter(lively_heads(2, 64)), [1, 2, 3], 12, k=2)
     assert result.tokens == generate(model, [1, 2, 3], 12)
+
+
+def test_saved_heads_are_the_same_up_to_int8(tmp_path):
+    heads, path = lively_heads(3), tmp_path / "h.safetensors"
+    save_heads(heads, path)
+    loaded = load_heads(path)
+    assert loaded.weight.shape == heads.weight.shape and not loaded.weight.requires_grad
+    step = heads.weight.abs().amax(-1, keepdim=True) / 127
+    assert bool(((loaded.weight - heads.weight).abs() <= 0.6 * step).all())
+
+
+def test_files_that_are_no_heads(tmp_path):
+    path = tmp_path / "h.safetensors"
+    with pytest.raises(FileNotFoundError, match=r"does not exist; train heads with python -m"):
+        load_heads(path)
+    path.write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="is damaged"):
+        load_heads(path)
+    for q, scale in (((5, 4), 5), ((8, 4), 7), ((0, 4), 0), ((8,), 8)):
+        save_file({"q": torch.zeros(q, dtype=torch.int8), "scale": torch.ones(scale)}, path)
+        with pytest.raises(ValueError, match="which are no heads; train them again"):
+            load_heads(path)
+    save_file({"q": torch.zeros(4, 4, dtype=torch.int8)}, path)
+    with pytest.raises(ValueError, match="is damaged"):
+        load_heads(path)
 
 
 def test_refusals():

@@ -1,5 +1,9 @@
 """Speculation in the engine: the same tokens in fewer steps, and k follows what is accepted."""
 
+import random
+from array import array
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from models import lively, lively_heads
@@ -7,8 +11,9 @@ from models import lively, lively_heads
 from minillm import Engine, EngineConfig, Sampling, generate, speculative_generate
 from minillm.drafters import Draft, ModelDrafter, NgramDrafter
 from minillm.medusa import MedusaDrafter
-from minillm.proposals import PAUSE, Proposals
+from minillm.proposals import FASTER, PAUSE, WITH, WITHOUT, Proposals
 from minillm.request import Request
+from minillm.timeline import Step
 
 PROMPTS = [[5, 90, 3, 3, 41, 8, 13][: 3 + i] * (1 + i) for i in range(4)]
 SAMPLINGS = [None, Sampling(seed=1), Sampling(0.7, top_p=0.9, seed=2), None]
@@ -73,55 +78,228 @@ class Told:
         return Draft([self.guess] * k)
 
 
+def proposals(drafter, k: int = 4, timeline: Sequence = ()) -> Callable:
+    """Proposals for requests all of whose tokens but the newest are computed."""
+    found = Proposals(drafter, lively(), k, n_blocks=40, block_size=4, timeline=timeline)
+
+    def propose(requests: list[Request]) -> list:
+        for request in requests:
+            request.table.n_tokens = len(request.ids) - 1
+        return found(requests)
+
+    return propose
+
+
 def test_k_follows_what_is_accepted():
     drafter = Told()
-    propose = Proposals(drafter, None, 4)
+    propose = proposals(drafter)
     request = Request(0, [1, 2], 500)
     request.ids.append(3)
     for came in ([8], [8], [8]):  # never a 7
-        propose(request)
+        propose([request])
         request.ids += came
     assert drafter.asked == [4, 2, 1]
     for _ in range(PAUSE - 1):
-        assert propose(request) == ()
+        assert propose([request]) == [[]]
         request.ids.append(8)
     assert drafter.asked == [4, 2, 1]
     request.ids.append(8)
-    assert propose(request) == [7]
+    assert propose([request]) == [[7]]
     for _ in range(4):
         request.ids += [7] * drafter.asked[-1] + [8]
-        propose(request)
+        propose([request])
     assert drafter.asked == [4, 2, 1, 1, 2, 3, 4, 4]
     request.ids += [7, 9]  # one was right: k stays
-    propose(request)
+    propose([request])
     assert drafter.asked[-1] == 4
 
 
+def step(seconds: float, prefilled: int = 0) -> Step:
+    return Step(1.0, 1.0 + seconds, prefilled, 1, 1, 0, 9, (), 5)
+
+
+@pytest.mark.parametrize("guessed_seconds, pays", [(3.9, True), (4.1, False)])
+def test_guesses_stop_where_they_do_not_pay(guessed_seconds, pays):
+    """Steps with 3 right guesses yield 4 tokens, so they may take 4 times as long."""
+    timeline: list[Step] = []
+    propose = proposals(Told(), k=3, timeline=timeline)
+    request = Request(0, [1, 2], 5000)
+    request.ids.append(3)
+    ways = []
+    for _ in range(2 * (WITH + WITHOUT + FASTER)):
+        (guesses,) = propose([request])
+        ways.append(bool(guesses))
+        request.ids += [*guesses, 8]
+        timeline.append(step(guessed_seconds if guesses else 1.0))
+    trial = [True] * WITH + [False] * WITHOUT
+    assert ways == 2 * (trial + [pays] * FASTER)
+
+
+def test_steps_with_prompts_have_no_guesses():
+    """They use the arithmetic that guesses need, and say nothing about the pace."""
+    timeline: list[Step] = []
+    request, prompt = Request(0, [1, 2], 500), Request(1, [4, 5, 6], 500)
+    request.ids.append(3)
+    found = Proposals(Told(), lively(), 3, n_blocks=40, block_size=4, timeline=timeline)
+    for _ in range(3 * (WITH + WITHOUT)):
+        request.table.n_tokens = len(request.ids) - 1
+        assert found([request, prompt]) == [[], []]
+        request.ids.append(8)
+        timeline.append(step(100.0, prefilled=1))
+    request.table.n_tokens = len(request.ids) - 1
+    assert found([request]) == [[7, 7, 7]]
+
+
+def test_each_batch_size_decides_for_itself():
+    """Here guesses pay for one request, and not for four."""
+    timeline: list[Step] = []
+    propose = proposals(Told(), k=3, timeline=timeline)
+    for n, seconds, pays in ((1, 2.0, True), (4, 5.0, False), (1, 2.0, True)):
+        requests = [Request(i, [1, 2, 3], 5000) for i in range(n)]
+        for _ in range(WITH + WITHOUT + 10):
+            drafts = propose(requests)
+            for request, guesses in zip(requests, drafts, strict=True):
+                request.ids += [*guesses, 8]
+            timeline.append(step(seconds if any(drafts) else 1.0))
+        assert [bool(guesses) for guesses in drafts] == [pays] * n
+
+
 def test_what_a_request_leaves_behind():
-    """Nothing: its session goes when the engine forgets the request."""
+    """Nothing: what was remembered of it goes at the next step without it, ended or sent back."""
     model = lively()
-    engine = Engine(model, EngineConfig(n_blocks=40, drafter=ModelDrafter(model), k=2))
-    for _ in range(3):
-        engine.submit([1, 2, 3], 6)
-        engine.run()
-    assert len(engine._proposer._states) <= 1
+    batch = ModelDrafter(model).batch(model, 12, 4)
+    requests = [Request(i, [1, 2, 3, 4 + i], 9) for i in range(3)]
+    batch.propose(requests, [2, 2, 2])
+    manager = batch._cache.manager
+    assert len(batch._known) == 3 and manager.allocator.n_free < 12
+    batch.propose(requests[:1], [0])
+    assert list(batch._known) == requests[:1]
+    batch.propose([], [])
+    assert not batch._known and manager.n_available == 12
 
 
-def test_sessions_go_when_their_requests_end():
-    """Also before the engine hands them out: only running requests have draft caches."""
+@pytest.mark.parametrize(
+    "sampling", [None, Sampling(0.8, top_k=9, seed=3)], ids=["greedy", "drawn"]
+)
+def test_drafts_of_a_batch_are_those_of_each_alone(sampling):
+    """Tokens that a session guesses, with any number of guesses, right and wrong before."""
+    model, rng = lively(seed=5, n_layers=2), random.Random(1)
+    batch = ModelDrafter(model).batch(model, 60, 4)
+    n_new = 40
+    uniforms = array("d", sampling.uniforms(n_new)) if sampling else array("d")
+    requests = [
+        Request(i, [*p, 7], n_new, sampling=sampling, uniforms=uniforms)
+        for i, p in enumerate(PROMPTS)
+    ]
+    for request in requests:
+        request.n_prompt -= 1
+    sessions = [ModelDrafter(model).start(model, 80, sampling) for _ in requests]
+    for _ in range(8):
+        ks = [rng.randrange(4) for _ in requests]
+        drafts = batch.propose(requests, ks)
+        for request, session, k, draft in zip(requests, sessions, ks, drafts, strict=True):
+            numbers = [request.uniform(i) for i in range(k)]
+            assert draft == session.propose(request.ids, k, numbers).tokens
+            request.ids += [*draft[: rng.randrange(4)], rng.randrange(97)]
+
+
+def test_a_draft_cache_that_is_too_small_gives_fewer_guesses():
     model = lively()
-    engine = Engine(model, EngineConfig(n_blocks=40, max_seqs=2, drafter=ModelDrafter(model), k=2))
-    numbers = [engine.submit([1, 2, 3 + i], 6) for i in range(9)]
-    most, inner = 0, engine._proposer
+    batch = ModelDrafter(model).batch(model, 3, 4)
+    requests = [Request(i, [1, 2, 3, 4, 5 + i], 9) for i in range(2)]
+    drafts = batch.propose(requests, [3, 3])
+    assert [len(draft) for draft in drafts] == [3, 0]
+    assert [len(draft) for draft in batch.propose(requests[1:], [3])] == [3]
 
-    def watched(request):
-        nonlocal most
-        guesses = inner(request)
-        most = max(most, len(inner._states))
-        return guesses
 
-    engine._proposer = watched
-    assert len(engine.run()) == len(numbers) and most <= 3
+def test_long_prompts_are_drafted_for_later(monkeypatch):
+    """At most CATCH_UP tokens a pass; whose prompt is not through gets no guesses yet."""
+    monkeypatch.setattr("minillm.drafters.CATCH_UP", 5)
+    model = lively()
+    batch = ModelDrafter(model).batch(model, 60, 4)
+    sizes, real = [], model.hidden
+
+    def watched(tokens, cache):
+        sizes.append(tokens.shape[1])
+        return real(tokens, cache)
+
+    monkeypatch.setattr(model, "hidden", watched)
+    requests = [Request(i, [1, 2, 3 + i, 4][:n] * 2, 9) for i, n in enumerate((2, 4, 3))]
+    found = [[len(draft) for draft in batch.propose(requests, [2, 2, 2])] for _ in range(5)]
+    assert found == [[2, 0, 0]] * 2 + [[2, 2, 0]] * 2 + [[2, 2, 2]] and max(sizes) == 5
+    session = ModelDrafter(lively()).start(model, 80, None)
+    assert batch.propose(requests, [2, 2, 2])[1] == session.propose(requests[1].ids, 2, []).tokens
+
+
+def test_near_the_end_of_the_draft_models_positions():
+    model, small = lively(), lively(max_seq_len=12)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    engine = Engine(model, EngineConfig(n_blocks=40, drafter=ModelDrafter(small), k=4))
+    number = engine.submit(prompt, 20)
+    assert engine.run()[number].tokens == generate(model, prompt, 20)
+    batch = ModelDrafter(small).batch(model, 40, 4)
+    requests = [Request(n, list(range(n)), 9) for n in (8, 9, 11, 12, 13, 14)]
+    assert [len(draft) for draft in batch.propose(requests, [4] * 6)] == [4, 4, 2, 1, 0, 0]
+
+
+def test_samples_aborts_interrupts_and_a_shared_prompt(monkeypatch):
+    """With few blocks, so that the draft cache runs out; the answers stay the same."""
+    model = lively(n_layers=2)
+    config = EngineConfig(18, 4, drafter=ModelDrafter(model), k=3)
+    engine = Engine(model, config)
+    samplings = [Sampling(0.9, seed=i) for i in range(5)]
+    prompt = PROMPTS[3] * 2
+    numbers = engine.submit_samples(prompt, 12, samplings)
+    other = engine.submit(PROMPTS[0], 12)
+    for i in range(6):
+        if i == 3:
+            engine.abort(numbers[0])
+        with monkeypatch.context() as patch:
+            if i == 4:
+
+                def interrupted(*_):
+                    raise KeyboardInterrupt
+
+                patch.setattr(model, "hidden", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    engine.step()
+                continue
+            engine.step()
+    done = engine.run()
+    for number, sampling in zip(numbers[1:], samplings[1:], strict=True):
+        assert done[number].tokens == generate(model, prompt, 12, sampling=sampling)
+    assert done[other].tokens == generate(model, PROMPTS[0], 12)
+    assert engine._proposer._batch._cache.manager.n_available > 0
+
+
+def test_forgotten_prefixes_are_the_drafters_too():
+    model = lively()
+    engine = Engine(model, EngineConfig(40, 4, drafter=ModelDrafter(model), k=3))
+    engine.submit(PROMPTS[3], 8)
+    engine.run()
+    engine.forget_prefixes()
+    manager = engine._proposer._batch._cache.manager
+    assert manager.start(PROMPTS[3]).n_tokens == 0 and not engine._proposer._states
+
+
+def test_an_interrupted_batch_begins_again(monkeypatch):
+    model = lively()
+    batch, fresh = (ModelDrafter(model).batch(model, 12, 4) for _ in range(2))
+    request = Request(0, [1, 2, 3, 4, 5], 9)
+    batch.propose([request], [2])
+    request.ids += [9, 9]
+    real = model.hidden
+
+    def stopped(*args):
+        real(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model, "hidden", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        batch.propose([request], [2])
+    monkeypatch.setattr(model, "hidden", real)
+    assert batch._cache.manager.n_available == 12
+    assert batch.propose([request], [2]) == fresh.propose([request], [2])
 
 
 def test_a_drafter_that_fails_costs_only_its_guesses(caplog):
@@ -132,7 +310,7 @@ def test_a_drafter_that_fails_costs_only_its_guesses(caplog):
     for s in (None, Sampling(seed=1)):
         number = engine.submit(PROMPTS[3], 6, sampling=s)
         assert engine.run()[number].tokens == generate(model, PROMPTS[3], 6, sampling=s)
-    assert "goes on without guesses" in caplog.text
+    assert "this step has no guesses" in caplog.text
 
 
 def test_a_session_after_an_interrupt():

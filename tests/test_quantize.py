@@ -119,6 +119,21 @@ def test_float32_activations_are_refused():
         layer(torch.randn(1, 64))
 
 
+@pytest.mark.parametrize("K, at", [(64, 1), (64, 8), (100, 0), (8, 0), (33, 5)])
+@pytest.mark.parametrize("rows", [1, 4, MOST_ROWS])
+def test_int8_at_any_address_and_width(rows, K, at):
+    """As tensors from a file lie: PyTorch's product crashes at odd addresses and widths."""
+
+    def moved(x: Tensor) -> Tensor:
+        memory = x.new_empty(x.numel() + at)[at:].view(x.shape)
+        return memory.copy_(x)
+
+    grid, x = to_int8(numbers(24, K)), numbers(rows, K, seed=1).bfloat16()
+    layer = Int8Linear(Grid(moved(grid.q), grid.scale))
+    expected = x.float() @ grid.dequantized().T
+    torch.testing.assert_close(layer(moved(x)).float(), expected, rtol=0.02, atol=0.1)
+
+
 def test_tied_rows_are_looked_up():
     head = Int8Linear(to_int8(numbers(97, 64)))
     rows = Int8Embedding(head)(torch.tensor([[3, 96, 3]]))

@@ -18,7 +18,10 @@ class Guesser:
         self.right: dict[int, list[int]] = {}  # request id -> its whole answer
         self.used = 0
 
-    def __call__(self, request: Request) -> list[int]:
+    def __call__(self, requests: list[Request]) -> list[list[int]]:
+        return [self.guesses(request) if request.decoding else [] for request in requests]
+
+    def guesses(self, request: Request) -> list[int]:
         n_right, n_wrong = self.choices[self.used % len(self.choices)]
         self.used += 1
         made = len(request.tokens)

@@ -1,4 +1,4 @@
-"""The packaged student: stored and read back, and what its record says of it."""
+"""The packaged student and heads: stored and read back, and what their records say of them."""
 
 import importlib
 import json
@@ -9,9 +9,10 @@ from models import lively
 from safetensors.torch import load_file, save_file
 
 from minillm import generate, load_student, make_student, quantize
-from minillm.distill import try_student
+from minillm.distill import drafts, try_student
 from minillm.evaluate import difference
 from minillm.grid import to_int8
+from minillm.medusa import PACKAGED_HEADS, MedusaDrafter, load_heads
 from minillm.quantized_linear import Int8Linear
 from minillm.student import PACKAGED, save_student
 from minillm.teacher_text import Conversation
@@ -126,7 +127,13 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     student = load_student(teacher, path=tmp_path / "student.safetensors")
     prompt, answer = record["tried"][0]
     assert difference(student, teacher, prompt + answer, first=len(prompt)).kl > 0
-    assert "tokens of text in" in capsys.readouterr().out
+    assert "tokens of text" in capsys.readouterr().out
+    heads = ["--heads", "2", "--conversations", "240", "--steps", "3", "--folder", str(tmp_path)]
+    assert module.main(heads) == 0
+    record = json.loads((tmp_path / "medusa.json").read_text())
+    assert len(record["loss"]) == 3 and record["settings"]["heads"] == 2
+    trained = load_heads(tmp_path / "medusa.safetensors")
+    assert trained.weight.shape == (2, 64, 64) and bool(trained.weight.any())
 
 
 def short_conversations(teacher, tokenizer, n, **options):
@@ -151,6 +158,18 @@ def test_the_packaged_student_is_as_its_record_says():
     assert record["after"]["kl"] < 0.2 * record["before"]["kl"]
     assert PACKAGED.stat().st_size < 16e6
     assert len(record["loss"]) == record["settings"]["steps"]
+
+
+@pytest.mark.slow
+def test_the_packaged_heads_are_as_their_record_says():
+    record = json.loads(PACKAGED_HEADS.with_suffix(".json").read_text())
+    teacher, _ = load(dtype="float32")
+    heads, conversation = load_heads(), Conversation(*record["tried"][0])
+    found = drafts(MedusaDrafter(heads), teacher, [conversation], len(heads.weight))
+    assert found[0] == pytest.approx(record["after"]["drafts"][0], abs=12)
+    assert record["loss"][-1] < 0.8 * record["loss"][0]
+    assert len(record["loss"]) == record["settings"]["steps"]
+    assert PACKAGED_HEADS.stat().st_size + PACKAGED.stat().st_size < 16e6
 
 
 def test_the_student_of_the_default_checkpoint():

@@ -7,8 +7,8 @@ from those files. Medians; ratios before absolute times, because machines are no
 
     recording.py   the file, alternating, timing kernels       decode.py, prefill.py, attention.py,
     models.py      what is measured                            serve.py, serve_gpu.py, load.py,
-    peers.py       the same work by other libraries            quantize.py: one benchmark each
+    peers.py       the same work by other libraries            quantize.py, speculate.py: one each
     tables.py      the README's table                          gpu.py, gpu_*.py: make gpu
 """
 
-BENCHMARKS = ("decode", "prefill", "attention", "serve", "load", "quantize")
+BENCHMARKS = ("decode", "prefill", "attention", "serve", "load", "quantize", "speculate")

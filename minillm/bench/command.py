@@ -72,9 +72,8 @@ def run(options: argparse.Namespace) -> int:
     if gpu:
         return _run_gpu(device, options)
     # These read the default checkpoint, which a GPU's machine need not have.
-    chosen = [
-        name for name in BENCHMARKS if device.type != "cuda" or name not in ("load", "quantize")
-    ]
+    on_cpu = ("load", "quantize", "speculate")
+    chosen = [name for name in BENCHMARKS if device.type != "cuda" or name not in on_cpu]
     for name in options.names or chosen:
         path = importlib.import_module(f"minillm.bench.{name}").bench(device)
         print(f"  written to {path}")

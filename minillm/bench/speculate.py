@@ -1,0 +1,254 @@
+"""Speculative decoding: each drafter on each kind of text, against plain decoding and transformers.
+
+The target computes in the format, of 16 bits or more, in which a pass over a few tokens costs least
+beside one over a single token; which one that is, the table of passes says, measured first. Bound:
+none of its own. The prediction (`prediction`) is made of the tokens a pass that were counted and of
+that table. It leaves out what is around the passes: drawing, comparing, forgetting.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from minillm.bench.decode import decode_seconds
+from minillm.bench.peers import has, transformers_twin
+from minillm.bench.recording import Recording, alternate
+from minillm.drafters import Drafter, ModelDrafter, NgramDrafter
+from minillm.engine import Engine
+from minillm.engine_config import EngineConfig
+from minillm.evaluate import evaluation_text
+from minillm.generate import generate
+from minillm.kv_cache import KVCache
+from minillm.measure import seconds
+from minillm.model import Decoder
+from minillm.prepack import prepack
+from minillm.proposals import Pace, Proposals
+from minillm.speculative import SpeculativeResult, acceptance, speculative_generate, speedup
+from minillm.student import PACKAGED, load_student
+from minillm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+N_NEW, KS, ENGINE_K, REPEATS = 48, (1, 2, 4), 3, 5
+ROWS = (1, 2, 3, 4, 5, 8, 16, 32, 64)
+"""Tokens in the passes of the table; FEW of them are what a verification of 3 guesses takes."""
+FEW = 4
+PREPACKED = ", prepacked"
+Prompts = list[list[int]]
+
+
+def bench(device: torch.device) -> Path:
+    """On a CPU: the default checkpoint and its student."""
+    from minillm.weights import load
+
+    if device.type == "cuda":
+        raise ValueError(
+            "bench speculate needs the default checkpoint's weights; give --device cpu."
+        )
+    student = load_student(load(device=device, dtype="int4")[0])
+    recording = Recording("speculate", device, {"student": "int8, int8 head",
+                                                "new_tokens": N_NEW})  # fmt: skip
+    fmt = measure_rows(recording, device, student)
+    recording.document["settings"]["target"] = fmt
+    plain, tokenizer = load(device=device, dtype=fmt.removesuffix(PREPACKED))
+    assert tokenizer is not None
+    target = prepack(plain) if fmt.endswith(PREPACKED) else plain
+    texts = prompts_of(tokenizer)
+    drafters = {"student": ModelDrafter(student), "n-grams": NgramDrafter()}
+    twins = None
+    if has("transformers", recording, "transformers"):
+        twins = transformers_twin(plain), transformers_twin(load_student(plain))
+    for name, prompts in texts.items():
+        measure_text(recording, name, prompts, target, drafters, twins)
+    measure_engine(recording, texts["chat"], target, drafters)
+    return recording.path
+
+
+def prompts_of(tokenizer: Tokenizer) -> dict[str, Prompts]:
+    """Copying: a text to repeat. Chat: questions the student never saw. Prose: a novel goes on."""
+    tried = json.loads(PACKAGED.with_suffix(".json").read_text(encoding="utf-8"))["tried"]
+    novel, manual = evaluation_text("austen"), evaluation_text("python")
+    copying = [
+        tokenizer.chat([{"role": "user", "content": f"Repeat this text word for word:\n\n{part}"}])
+        for part in (manual[2000:2700], novel[9000:9700])
+    ]
+    prose = [tokenizer.encode(novel[start : start + 600]) for start in (3000, 40000)]
+    return {"copying": copying, "chat": [prompt for prompt, _ in tried[:16]], "prose": prose}
+
+
+@torch.inference_mode()
+def pass_seconds(model: Decoder, rows: int, context: int = 128, repeats: int = 15) -> float:
+    """Seconds of a pass over so many tokens after `context` others, with their logits."""
+    cache = KVCache(model, 1, context + rows)
+    tokens = (torch.arange(context + rows) * 7 % model.config.vocab_size)[None].to(model.device)
+    model.hidden(tokens[:, :context], cache)
+    times = []
+    for _ in range(repeats):
+        times.append(seconds(lambda: model(tokens[:, context:], cache), model.device))
+        cache.rewind(rows)
+    return median(times)
+
+
+def measure_rows(recording: Recording, device: torch.device, student: Decoder) -> str:
+    """Milliseconds of a pass over a few tokens in each format; returns the best one's name.
+
+    It is the one in which FEW tokens cost least beside one, among those that keep 16 bits at least:
+    transformers is compared in the same format.
+    """
+    from minillm.weights import load
+
+    table = recording.document["milliseconds a pass"] = {}
+    for dtype in ("float32", "bfloat16", "int8", "int4"):
+        model, _ = load(device=device, dtype=dtype)
+        forms = {dtype: model}
+        if dtype == "float32":
+            forms[dtype + PREPACKED] = prepack(model)
+        for name, form in forms.items():
+            table[name] = {rows: pass_seconds(form, rows) * 1e3 for rows in ROWS}
+            print(name, {rows: round(ms, 1) for rows, ms in table[name].items()}, flush=True)
+    table["student"] = {rows: pass_seconds(student, rows) * 1e3 for rows in ROWS}
+    recording.add(None, {})
+    ratios = {n: table[n][FEW] / table[n][1] for n in table if n.startswith(("float", "bfloat"))}
+    return min(ratios, key=ratios.get)
+
+
+def measure_text(
+    recording: Recording,
+    name: str,
+    prompts: Prompts,
+    target: Decoder,
+    drafters: dict[str, Drafter],
+    twins: "tuple[LlamaForCausalLM, LlamaForCausalLM] | None",
+) -> None:
+    """A row for each drafter at its best k, with what was predicted for it."""
+    prompts = prompts[:4]
+
+    def timed(new: Callable[[list[int], int], object]) -> Callable[[], float]:
+        """Seconds a token after the first one: prompts are not counted."""
+        return lambda: decode_seconds(lambda n: [new(p, n) for p in prompts], N_NEW, target.device)
+
+    def ours(drafter: Drafter, k: int) -> Callable[[], float]:
+        return timed(lambda p, n: speculative_generate(target, drafter, p, n, k=k))
+
+    def theirs(**options: object) -> Callable[[], float]:
+        return timed(lambda p, n: transformers_new(twins[0], p, n, options))
+
+    fns = {"plain": timed(lambda p, n: generate(target, p, n))}
+    fns |= {f"{d}, k = {k}": ours(drafters[d], k) for d in drafters for k in KS}
+    if twins is not None:
+        fns |= {
+            "transformers, plain": theirs(),
+            "transformers, n-grams": theirs(prompt_lookup_num_tokens=4),
+            "transformers, student": theirs(assistant_model=twins[1]),
+        }
+    times = alternate(fns, REPEATS)
+    took = {what: median(values) for what, values in times.items()}
+    cases = recording.document.setdefault("cases", {})
+    for which, drafter in drafters.items():
+        for k in KS:
+            results = [speculative_generate(target, drafter, p, 1 + N_NEW, k=k) for p in prompts]
+            cases[f"{name}, {which}, k = {k}"] = prediction(recording, which, results, k) | {
+                "measured": took["plain"] / took[f"{which}, k = {k}"],
+            }
+        best = min(KS, key=lambda k: took[f"{which}, k = {k}"])
+        mine = took[f"{which}, k = {best}"]
+        against = {"plain decoding": took["plain"] / mine}
+        if twins is not None:
+            against["transformers, the same way"] = took[f"transformers, {which}"] / mine
+        row = {
+            "what": f"speculation, {name}, {which}, k = {best}",
+            "value": len(prompts) / mine,
+            "unit": "tokens/s",
+            "against": against,
+        }
+        print(row, cases[f"{name}, {which}, k = {best}"], flush=True)
+        recording.add(row, {f"{name}: {what}": values for what, values in times.items()})
+
+
+def prediction(
+    recording: Recording, which: str, results: list[SpeculativeResult], k: int
+) -> dict[str, float]:
+    """What these rounds of at most k guesses should gain, by the recorded table of passes.
+
+    "formula" is Leviathan's, for which every pass costs the same. "predicted" counts the guesses
+    that there were, and what a pass over as many rows costs.
+    """
+    table = recording.document["milliseconds a pass"]
+    target, student = table[recording.document["settings"]["target"]], table["student"]
+    # The prompt's own pass yields one token without guesses.
+    calls = sum(r.target_calls for r in results) - len(results)
+    per_pass = (sum(len(r.tokens) for r in results) - len(results)) / calls
+    guesses = sum(r.drafted for r in results) / calls
+    c = student[1] / target[1] if which == "student" else 0.0
+    v = float(np.interp(1 + guesses, list(target), list(target.values()))) / target[1]
+    alpha = acceptance(per_pass, k)
+    return {
+        "tokens per pass": per_pass,
+        "guesses per pass": guesses,
+        "alpha": alpha,
+        "c": c,
+        "v": v,
+        "formula": speedup(alpha, k, c),
+        "predicted": per_pass / (c * guesses + v),
+    }
+
+
+@torch.inference_mode()
+def transformers_new(
+    twin: "LlamaForCausalLM", prompt: list[int], n: int, options: dict[str, object]
+) -> None:
+    """n greedy tokens, with transformers' own speculation where asked for."""
+    limits = {"max_new_tokens": n, "min_new_tokens": n, "do_sample": False}
+    ending = {"pad_token_id": 0, "eos_token_id": None}
+    ids = torch.tensor([prompt], device=twin.device)
+    twin.generate(ids, attention_mask=torch.ones_like(ids), **limits, **ending, **options)
+
+
+class Always(Pace):
+    """No brake: takes no notice of what guesses cost. k still follows what is accepted."""
+
+    guess = True
+
+
+def measure_engine(
+    recording: Recording, prompts: Prompts, target: Decoder, drafters: dict[str, Drafter]
+) -> None:
+    """A row for each batch size and drafter: chat, several requests at once, on a warm engine.
+
+    "always" shows where guesses stop paying, which the engine otherwise finds out by itself.
+    """
+
+    plain = EngineConfig(n_blocks=512, prefix_caching=False)
+
+    def serve(batch: int, engine: Engine) -> float:
+        for i in range(batch):
+            engine.submit(prompts[i % len(prompts)], N_NEW)
+        return seconds(engine.run, target.device)
+
+    engines = {"plain": Engine(target, plain)}
+    for name, drafter in drafters.items():
+        engines[name] = Engine(target, replace(plain, drafter=drafter, k=ENGINE_K))
+    sizes = {"n_blocks": plain.n_blocks, "block_size": plain.block_size}
+    always = Proposals(drafters["student"], target, ENGINE_K, timeline=(), pace=Always, **sizes)
+    engines["student, always"] = Engine(target, plain, proposer=always)
+    for batch in (1, 4, 16):
+        fns = {name: partial(serve, batch, engine) for name, engine in engines.items()}
+        times = alternate(fns, REPEATS)
+        took = {name: median(values) for name, values in times.items()}
+        for name in (*drafters, "student, always"):
+            row = {
+                "what": f"speculation in the engine, {batch} at once, {name}",
+                "value": batch * N_NEW / took[name],
+                "unit": "tokens/s",
+                "against": {"without guesses": took["plain"] / took[name]},
+            }
+            print(row, flush=True)
+            recording.add(row, {f"engine {batch}, {what}": v for what, v in times.items()})

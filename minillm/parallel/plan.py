@@ -1,0 +1,113 @@
+"""Which part of every matrix a rank holds: heads, columns of the MLP and tokens of the vocabulary.
+
+Sources: Shoeybi et al. 2019 (Megatron-LM), section 3.
+Cost: of P parameters a rank holds about P / p, and the norms.
+
+    qkv, gate_up    rows: whole heads, and the same numbers of gate and up
+    out, down       columns: those that take what this rank's rows give
+    embed, head     rows: a part of the vocabulary
+
+What one rank's rows compute only its own columns read, so an MLP or an attention block needs one
+sum over the ranks, at its end. No tensors here.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from minillm.checks import check_whole
+from minillm.config import ModelConfig
+
+
+def part(n: int, size: int, rank: int) -> range:
+    """The rank's share of n things in a row; the first ranks get one more where it must be."""
+    each, more = divmod(n, size)
+    start = rank * each + min(rank, more)
+    return range(start, start + each + (rank < more))
+
+
+def fitting_sizes(config: ModelConfig) -> list[int]:
+    """The numbers of ranks that can share the model's heads.
+
+    Every rank has as many query heads as the others, and the key/value heads that these read. With
+    more ranks than key/value heads several ranks hold the same one.
+    """
+    H, K = config.n_heads, config.n_kv_heads
+    return [p for p in range(1, H + 1) if H % p == 0 and (K % p == 0 or p % K == 0)]
+
+
+def check_size(config: ModelConfig, size: int) -> None:
+    """ValueError for a number of ranks that cannot share the model."""
+    check_whole("the number of ranks", size)
+    sizes = fitting_sizes(config)
+    if size not in sizes:
+        raise ValueError(
+            f"{size} ranks cannot share the {config.n_heads} query heads and {config.n_kv_heads} "
+            f"key/value heads of {config.name} evenly; start {' or '.join(map(str, sizes))}."
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The part of rank `rank` of `size`."""
+
+    config: ModelConfig
+    size: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        check_size(self.config, self.size)
+
+    @property
+    def heads(self) -> range:
+        return part(self.config.n_heads, self.size, self.rank)
+
+    @property
+    def kv_heads(self) -> range:
+        K = self.config.n_kv_heads
+        if K % self.size == 0:
+            return part(K, self.size, self.rank)
+        shared = self.rank * K // self.size  # several ranks hold the same one
+        return range(shared, shared + 1)
+
+    @property
+    def vocabulary(self) -> range:
+        return part(self.config.vocab_size, self.size, self.rank)
+
+    @property
+    def mlp(self) -> range:
+        """In groups of 32 or 16 where that is possible: 4-bit matrices are cut between groups."""
+        n = self.config.d_ff
+        unit = next((u for u in (32, 16) if n % u == 0 and n // u >= self.size), 1)
+        units = part(n // unit, self.size, self.rank)
+        return range(units.start * unit, units.stop * unit)
+
+    @property
+    def layer_config(self) -> ModelConfig:
+        """What a layer of this rank looks like."""
+        return dataclasses.replace(
+            self.config,
+            n_heads=len(self.heads),
+            n_kv_heads=len(self.kv_heads),
+            d_ff=len(self.mlp),
+        )
+
+    def rows(self, matrix: str) -> list[range] | None:
+        """Of the matrix "qkv", "gate_up", "embed" or "head"; None where all are held."""
+        c = self.config
+        if matrix == "qkv":
+            q, kv = self.heads, self.kv_heads
+            k_first, v_first = c.n_heads, c.n_heads + c.n_kv_heads
+            heads = [q, *(range(f + kv.start, f + kv.stop) for f in (k_first, v_first))]
+            return [range(h.start * c.d_head, h.stop * c.d_head) for h in heads]
+        if matrix == "gate_up":
+            up = range(c.d_ff + self.mlp.start, c.d_ff + self.mlp.stop)
+            return [self.mlp, up]
+        return [self.vocabulary] if matrix in ("embed", "head") else None
+
+    def columns(self, matrix: str) -> range | None:
+        """Of the matrix "out" or "down"; None where all are held."""
+        if matrix == "out":
+            return range(
+                self.heads.start * self.config.d_head, self.heads.stop * self.config.d_head
+            )
+        return self.mlp if matrix == "down" else None

@@ -1,0 +1,220 @@
+"""Tensor parallelism: every matrix cut over the ranks, two sums a layer.
+
+Sources: Shoeybi et al. 2019 (Megatron-LM), section 3; Korthikanti et al. 2022, section 4.2.2, for
+sequence parallelism.
+Cost: a pass over T tokens of width C has an all-reduce of T C numbers after each attention and each
+MLP and after the embedding, and an all-gather of the logits. A rank reads 1 / p of the weights.
+
+The decoder and the caches stay as they are: a rank's layers have fewer heads, and the modules that
+end a block add the ranks' sums. So generate, speculation and the engine run on it, on every rank
+alike: the logits are the same everywhere, and so are the tokens.
+
+With sequence_parallel what is per token (residual stream, norms) is cut along the sequence: each
+rank keeps T / p of the tokens between the blocks. An all-gather before a block and a
+reduce-scatter after it take the place of the all-reduce: the same bytes, fewer numbers kept.
+Not here: an engine with a drafter. It decides by the clock whether guesses pay, and the ranks'
+clocks may disagree.
+"""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minillm.cache import Cache
+from minillm.grid import Grid
+from minillm.model import Decoder, Linear
+from minillm.parallel.collectives import Group, world_size
+from minillm.parallel.plan import Plan, check_size, part
+from minillm.quantized_linear import Float8Linear, Int4Linear, Int8Embedding, Int8Linear
+
+Matrix = Linear | Int8Linear | Int4Linear
+
+
+def tensor_parallel(model: Decoder, *, sequence_parallel: bool = False) -> Decoder:
+    """This rank's part of `model`, inside torchrun; every rank calls it with the same model.
+
+    It takes token ids and gives all logits, as the model did; `.group` has the ledger of what was
+    sent. sequence_parallel: keep only a part of the sequence between the blocks. Plain, int8 and
+    int4 matrices are cut as they are stored.
+    ValueError for a number of ranks that cannot share the heads (before any rank is asked), for
+    models that differ between the ranks, and for other kinds of matrices. RuntimeError outside
+    torchrun.
+    """
+    check_size(model.config, world_size())
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in ("qkv", "out", "gate_up", "down", "head"):
+            _check_matrix(name, module)
+    return shard(model, Group.sharing(model), sequence_parallel=sequence_parallel)
+
+
+def shard(model: Decoder, group: Group, *, sequence_parallel: bool = False) -> Decoder:
+    """`tensor_parallel` for a group that is there already."""
+    plan = Plan(model.config, group.size, group.rank)
+    sequence = Sequence(group) if sequence_parallel else None
+    cuts: dict[int, nn.Module] = {}  # what deepcopy puts in place of the whole model's modules
+    for name, module in model.named_modules():
+        matrix = name.rpartition(".")[2]
+        if matrix in ("qkv", "gate_up"):
+            mine = cut(module, plan.rows(matrix))
+            cuts[id(module)] = mine if sequence is None else Gathered(mine, sequence)
+        elif matrix in ("out", "down"):
+            cuts[id(module)] = Summed(cut(module, None, plan.columns(matrix)), group, sequence)
+    head = cut(model.head, plan.rows("head"))
+    cuts[id(model.head)] = VocabularyHead(head, plan, group)
+    cuts[id(model.embed)] = VocabularyEmbedding(
+        _embedding(model, head, plan), plan, group, sequence
+    )
+    sharded = copy.deepcopy(model, cuts)
+    for layer in sharded.layers:
+        layer.config = plan.layer_config
+    sharded.__class__ = ShardedDecoder
+    sharded.group, sharded.sequence = group, sequence
+    return sharded
+
+
+class ShardedDecoder(Decoder):
+    """A rank's part of a decoder."""
+
+    group: Group
+    sequence: "Sequence | None"
+
+    def hidden(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        if self.sequence is None:
+            return super().hidden(tokens, cache)
+        self.sequence.length = tokens.shape[-1]
+        return self.sequence.gathered(super().hidden(tokens, cache))
+
+
+class Sequence:
+    """The sequence of the pass under way, cut over the ranks: T / p tokens each, rounded up."""
+
+    def __init__(self, group: Group):
+        self.group, self.length = group, 0
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """(B, T / p, C) of each rank to (B, T, C)."""
+        return self.group.all_gather(x, 1)[:, : self.length]
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The ranks' parts of a sum, (B, T, C), to this rank's part of the sequence."""
+        missing = -x.shape[1] % self.group.size
+        return self.group.reduce_scatter(F.pad(x, (0, 0, 0, missing)), 1)
+
+
+class Gathered(nn.Module):
+    """Rows of a matrix, for an input that is cut along the sequence."""
+
+    def __init__(self, rows: Matrix, sequence: Sequence):
+        super().__init__()
+        self.rows, self._sequence = rows, sequence
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows(self._sequence.gathered(x))
+
+
+class Summed(nn.Module):
+    """Columns of a matrix: what the ranks compute is a part of each number, and is added up."""
+
+    def __init__(self, columns: Matrix, group: Group, sequence: Sequence | None):
+        super().__init__()
+        self.bias, columns.bias = columns.bias, None  # added once, after the sum
+        self.columns, self._group, self._sequence = columns, group, sequence
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.columns(x)
+        sequence = self._sequence
+        out = self._group.all_reduce(out) if sequence is None else sequence.summed(out)
+        return out if self.bias is None else out + self.bias
+
+
+class VocabularyHead(nn.Module):
+    """Logits of a part of the vocabulary, gathered from all ranks."""
+
+    def __init__(self, rows: Matrix, plan: Plan, group: Group):
+        super().__init__()
+        self.rows, self._group = rows, group
+        self._sizes = [len(part(plan.config.vocab_size, plan.size, r)) for r in range(plan.size)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.rows(x)
+        widest = max(self._sizes)
+        logits = F.pad(logits, (0, widest - logits.shape[-1]))  # all ranks send the same shape
+        every = self._group.all_gather(logits, -1).split(widest, -1)
+        return torch.cat([own[..., :n] for own, n in zip(every, self._sizes, strict=True)], -1)
+
+
+class VocabularyEmbedding(nn.Module):
+    """Rows of the embedding: each rank looks up the tokens that it has, and the sum is taken."""
+
+    def __init__(self, rows: nn.Module, plan: Plan, group: Group, sequence: Sequence | None):
+        super().__init__()
+        self.rows, self._group, self._sequence = rows, group, sequence
+        self._first, self._n = plan.vocabulary.start, len(plan.vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        at = tokens - self._first
+        mine = (at >= 0) & (at < self._n)
+        found = self.rows(at.clamp(0, self._n - 1)) * mine[..., None]
+        if self._sequence is not None:
+            return self._sequence.summed(found)
+        return self._group.all_reduce(found)
+
+
+def cut(matrix: Matrix, rows: list[range] | None, columns: range | None = None) -> Matrix:
+    """A module with copies of these rows, one range after another, or columns of a matrix."""
+
+    def of(x: Tensor, unit: int = 1) -> Tensor:
+        """unit: numbers in a row that share an entry of x."""
+        if rows is not None:
+            return torch.cat([x[r.start : r.stop] for r in rows])
+        if columns.start % unit or columns.stop % unit:
+            raise ValueError(
+                f"Groups of {unit} numbers cannot be cut between columns {columns.start} and "
+                f"{columns.stop}; quantize with a smaller group_size."
+            )
+        return x[:, columns.start // unit : columns.stop // unit].clone()
+
+    def per_row(x: Tensor | None) -> Tensor | None:
+        return x if x is None or rows is None else of(x)
+
+    bias = None if matrix.bias is None else nn.Parameter(per_row(matrix.bias), requires_grad=False)
+    if isinstance(matrix, Int4Linear):
+        grid = matrix.grid()
+        scale, zero = (of(x, grid.group_size) for x in (grid.scale, grid.zero))
+        return Int4Linear(Grid(of(grid.q), scale, zero), bias, _input_columns(matrix, columns))
+    if isinstance(matrix, Int8Linear):
+        grid = Grid(of(matrix.weight), per_row(matrix.scale))
+        return type(matrix)(grid, bias, _input_columns(matrix, columns))
+    weight = of(matrix.weight.detach())
+    with torch.device("meta"):
+        small = Linear(weight.shape[1], weight.shape[0], bias=False)
+    small.weight, small.bias = nn.Parameter(weight, requires_grad=False), bias
+    return small
+
+
+def _input_columns(matrix: Int8Linear | Int4Linear, columns: range | None) -> Tensor | None:
+    """What the inputs are multiplied with first, of those that are left."""
+    if matrix.columns is None or columns is None:
+        return matrix.columns
+    return matrix.columns[columns.start : columns.stop]
+
+
+def _embedding(model: Decoder, head: Matrix, plan: Plan) -> nn.Module:
+    """The plan's rows of the embedding; tied, they are the head's."""
+    if isinstance(model.embed, Int8Embedding):
+        return Int8Embedding(head)
+    weight = head.weight
+    if not model.config.tie_embeddings:
+        (rows,) = plan.rows("embed")
+        weight = nn.Parameter(model.embed.weight[rows.start : rows.stop].clone(), False)
+    return nn.Embedding.from_pretrained(weight)
+
+
+def _check_matrix(name: str, module: nn.Module) -> None:
+    if type(module) not in (Linear, Int8Linear, Float8Linear, Int4Linear):
+        raise ValueError(
+            f"{name} is a {type(module).__name__}, which cannot be cut over ranks; give a model "
+            "whose matrices are plain, or stored in int8, fp8 or int4."
+        )

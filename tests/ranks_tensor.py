@@ -1,0 +1,126 @@
+"""Run by torchrun: tensor parallelism on as many ranks as there are, against one process.
+
+torchrun --nproc-per-node 3 tests/ranks_tensor.py
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from models import lively
+
+from minillm import (
+    Engine,
+    EngineConfig,
+    KVCache,
+    ModelDrafter,
+    Sampling,
+    generate,
+    quantize,
+    speculative_generate,
+    tensor_parallel,
+)
+from minillm.parallel.collectives import world_size
+
+PROMPT = [5, 90, 3, 3, 41, 8, 13]
+SIZES = {"n_heads": 6, "n_kv_heads": 2, "d_model": 64, "d_ff": 96, "d_head": 32}
+VARIANTS = {
+    "as it is": {},
+    "odd sizes": {"d_ff": 41, "vocab_size": 101},
+    "as many key/value heads": {"n_kv_heads": 6},
+    "biases and norms": {"qkv_bias": True, "attn_out_bias": True, "qk_norm": True},
+    "tied": {"tie_embeddings": True},
+}
+
+
+def fitting(p: int) -> dict:
+    """Heads that p ranks can share, with fewer key/value heads than ranks for p = 4."""
+    return SIZES | {2: {}, 3: {"n_kv_heads": 3}, 4: {"n_heads": 8}}[p]
+
+
+def check_logits(p: int) -> None:
+    tokens = torch.tensor([PROMPT, PROMPT[::-1]])
+    for name, changes in VARIANTS.items():
+        config = fitting(p) | changes
+        if name == "as many key/value heads":
+            config["n_kv_heads"] = config["n_heads"]
+        model = lively(seed=3, size=0.1, **config)
+        for sequence_parallel in (False, True):
+            sharded = tensor_parallel(model, sequence_parallel=sequence_parallel)
+            with torch.inference_mode():
+                torch.testing.assert_close(sharded(tokens), model(tokens), atol=1e-4, rtol=1e-4)
+                cache = KVCache(sharded, 2, 20)  # a few tokens at a time, also fewer than ranks
+                parts = [sharded(part, cache) for part in tokens.split((4, 1, 2), 1)]
+                torch.testing.assert_close(torch.cat(parts, 1), model(tokens), atol=1e-4, rtol=1e-4)
+
+
+def check_tokens(p: int) -> None:
+    model = lively(seed=3, **fitting(p))
+    drawn = Sampling(0.8, top_p=0.9, seed=1)
+    for sequence_parallel in (False, True):
+        sharded = tensor_parallel(model, sequence_parallel=sequence_parallel)
+        for sampling in (None, drawn):
+            expected = generate(model, PROMPT, 20, sampling=sampling)
+            assert generate(sharded, PROMPT, 20, sampling=sampling) == expected
+            engine = Engine(
+                sharded, EngineConfig(n_blocks=40, block_size=4, max_batch_tokens=9, max_seqs=3)
+            )
+            numbers = [engine.submit(PROMPT[: 3 + i], 12, sampling=sampling) for i in range(4)]
+            done = engine.run()
+            for i, number in enumerate(numbers):
+                alone = generate(model, PROMPT[: 3 + i], 12, sampling=sampling)
+                assert done[number].tokens == alone
+        drafter = ModelDrafter(lively(seed=5, n_layers=1))
+        result = speculative_generate(sharded, drafter, PROMPT, 20, k=3)
+        assert result.tokens == generate(model, PROMPT, 20)
+
+
+def check_quantized(p: int) -> None:
+    sizes = fitting(p) | {"vocab_size": 48 * p, "tie_embeddings": True, "d_ff": 32 * p}
+    for scheme, options in (("int8", {}), ("int4", {"group_size": 32})):
+        model = quantize(lively(seed=3, size=0.1, **sizes), scheme, **options)
+        sharded = tensor_parallel(model)
+        tokens = torch.tensor([PROMPT])
+        with torch.inference_mode():
+            torch.testing.assert_close(sharded(tokens), model(tokens), atol=0.05, rtol=0.05)
+
+
+def check_ledger(p: int) -> None:
+    """Bytes a pass sends, against the formulas."""
+    model = lively(seed=3, **fitting(p))
+    c, T = model.config, 12
+    tokens = torch.arange(T)[None]
+    for sequence_parallel in (False, True):
+        sharded = tensor_parallel(model, sequence_parallel=sequence_parallel)
+        with torch.inference_mode():
+            sharded(tokens)
+        n = T * c.d_model * 4
+        sums, share = 2 * c.n_layers + 1, (p - 1) / p
+        widest = -(-c.vocab_size // p)
+        logits = T * widest * 4 * (p - 1)
+        sent = sharded.group.sent
+        if not sequence_parallel:
+            assert sent["all_reduce"] == round(2 * n * share) * sums
+            assert sent["all_gather"] == logits and not sent["reduce_scatter"]
+        else:
+            assert sent["reduce_scatter"] == round(n * share) * sums
+            assert sent["all_gather"] == round(n * share) * sums + logits and not sent["all_reduce"]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    p, case = world_size(), sys.argv[1:]
+    if case == ["differ"]:
+        tensor_parallel(lively(n_layers=2 + int(os.environ["RANK"])))
+    if case == ["die"]:
+        sharded = tensor_parallel(lively())
+        if os.environ["RANK"] == "1":
+            os._exit(7)
+        sharded(torch.tensor([PROMPT]))
+    for check in (check_logits, check_tokens, check_quantized, check_ledger):
+        check(p)
+    print("all checks passed")

@@ -1,0 +1,152 @@
+"""Several ranks, started by torchrun as users start them, and the plan that needs none."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import lively, tiny_config
+
+from minillm import (
+    ModelConfig,
+    generate,
+    load,
+    pipeline_parallel,
+    sparsify,
+    tensor_parallel,
+)
+from minillm.grid import to_int4
+from minillm.parallel.pipeline import bubble_share
+from minillm.parallel.plan import Plan, fitting_sizes, part
+from minillm.quantized_linear import Int4Linear
+
+HERE = Path(__file__).parent
+
+
+def torchrun(
+    n: int, script: str, *arguments: str, timeout: int = 240
+) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={n}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, str(HERE / script), *arguments], capture_output=True, text=True,
+        timeout=timeout, env=environment, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_tensor_parallel_is_one_process(n):
+    """Logits, tokens, quantized matrices and the ledger: `ranks_tensor.py` checks them."""
+    done = torchrun(n, "ranks_tensor.py")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("all checks passed") == n
+
+
+@pytest.mark.slow
+def test_a_pipeline_is_one_process():
+    """Seven layers and five on three ranks: `ranks_pipeline.py` checks logits and tokens."""
+    done = torchrun(3, "ranks_pipeline.py")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("all checks passed") == 3
+
+
+@pytest.mark.slow
+def test_the_command():
+    """The default checkpoint on three ranks says what it says on one."""
+    command = [sys.executable, "-m", "minillm.parallel", "generate", "--dtype", "float32"]
+    prompt, n = "The capital of France is", 8
+    done = subprocess.run(
+        [*command, "--tp", "3", "--max-new-tokens", str(n), prompt], capture_output=True,
+        text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    model, tokenizer = load(dtype="float32")
+    alone = tokenizer.decode(generate(model, tokenizer.encode(prompt), n))
+    assert done.stdout.startswith(alone) and "3 ranks; rank 0 sent" in done.stdout
+
+
+@pytest.mark.slow
+def test_ranks_that_differ_end_together():
+    done = torchrun(2, "ranks_tensor.py", "differ", timeout=60)
+    assert done.returncode != 0
+    assert "Rank 1 has another model than rank 0" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_run():
+    done = torchrun(2, "ranks_tensor.py", "die", timeout=60)
+    assert done.returncode != 0
+    assert re.search(r"rank\s*: 1 \(local_rank: 1\)\s+exitcode\s*: 7", done.stderr)
+
+
+@pytest.mark.parametrize("n, size", [(10, 3), (9, 9), (4, 5), (0, 2)])
+def test_parts_follow_one_another(n, size):
+    parts = [part(n, size, rank) for rank in range(size)]
+    assert [i for p in parts for i in p] == list(range(n))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_the_bubble():
+    assert bubble_share(4, 1) == 0.75 and bubble_share(4, 12) == 0.2 and bubble_share(1, 5) == 0
+
+
+def test_which_numbers_of_ranks_fit():
+    assert fitting_sizes(ModelConfig.preset("smollm2-135m")) == [1, 3, 9]
+    assert fitting_sizes(ModelConfig.preset("llama-2-70b")) == [1, 2, 4, 8, 16, 32, 64]
+    assert fitting_sizes(tiny_config(n_heads=12, n_kv_heads=4)) == [1, 2, 4, 12]
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "llama-3-8b", "llama-2-70b"])
+def test_the_ranks_together_hold_everything(name):
+    """Each row once, except those of key/value heads that several ranks need."""
+    config = ModelConfig.preset(name)
+    for size in fitting_sizes(config)[:4]:
+        plans = [Plan(config, size, rank) for rank in range(size)]
+        copies = max(1, size // config.n_kv_heads)
+        for matrix, n in (
+            ("gate_up", 2 * config.d_ff),
+            ("embed", config.vocab_size),
+            ("qkv", (config.n_heads + 2 * config.n_kv_heads) * config.d_head),
+        ):
+            rows = sorted({i for plan in plans for r in plan.rows(matrix) for i in r})
+            assert rows == list(range(n))
+        for matrix, n in (("out", config.n_heads * config.d_head), ("down", config.d_ff)):
+            assert [i for plan in plans for i in plan.columns(matrix)] == list(range(n))
+        kv = sum(len(plan.kv_heads) for plan in plans)
+        assert kv == copies * config.n_kv_heads
+        groups = config.n_heads // config.n_kv_heads
+        for plan in plans:
+            assert {h // groups for h in plan.heads} == set(plan.kv_heads)
+
+
+@pytest.mark.parametrize("N, K, group", [(32, 64, 32), (48, 128, 64), (960, 576, 32)])
+def test_the_grid_of_packed_numbers_comes_back(N, K, group):
+    matrix = to_int4(torch.randn(N, K, generator=torch.Generator().manual_seed(0)), group)
+    found = Int4Linear(matrix).grid()
+    assert torch.equal(found.q, matrix.q)
+    assert torch.equal(found.scale, matrix.scale) and torch.equal(found.zero, matrix.zero)
+
+
+def test_refused_before_any_rank_is_asked(monkeypatch):
+    model = lively()
+    with pytest.raises(RuntimeError, match="was not started by torchrun; start torchrun"):
+        tensor_parallel(model)
+    with pytest.raises(RuntimeError, match="was not started by torchrun; start torchrun"):
+        pipeline_parallel(model, n_microbatches=1)
+    with pytest.raises(ValueError, match="n_microbatches is 0"):
+        pipeline_parallel(model, n_microbatches=0)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(
+        ValueError, match=r"3 ranks cannot share the 4 query heads and 2 .* start 1 or"
+    ):
+        tensor_parallel(model)
+    with pytest.raises(ValueError, match="3 ranks cannot share 2 layers; start at most 2"):
+        pipeline_parallel(model, n_microbatches=1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    pruned = sparsify(lively(d_model=32, d_ff=64, d_head=16))
+    with pytest.raises(ValueError, match=r"is a SparseLinear, which cannot be cut over ranks"):
+        tensor_parallel(pruned)
