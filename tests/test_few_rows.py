@@ -52,10 +52,12 @@ def test_product(M, N, K, form, dtype):
     x = torch.randn(M, K).to(dtype)
     expected = x.double() @ exact.T
     plain = (x.float() @ exact.float().T).to(dtype)
+    # half a unit in the last place of all that is added: in which order is the CPU's choice
+    floor = (x.double().abs() @ exact.abs().T).max().item() * torch.finfo(torch.float32).eps / 2
     for n_parts in (None, 1, 2):
         out = few_rows_linear(x, *given, n_parts=n_parts)
         assert out.shape == (M, N) and out.dtype == dtype
-        at_most_twice("product", out, plain, expected)
+        at_most_twice("product", out, plain, expected, floor)
 
 
 @interpret
