@@ -10,7 +10,7 @@ request whose tokens are all computed gets its next token.
 
 A request carries all that is known of it. Whatever interrupts a step, Ctrl-C included, the engine
 frees all blocks and starts again from the requests, so no token is lost or changed.
-Not here: HTTP, several devices.
+Not here: HTTP; several devices (`minillm.parallel.serving`).
 """
 
 import logging
@@ -54,6 +54,8 @@ class Engine:
     are verified. Right ones save steps, wrong ones only cost time.
     """
 
+    forward = staticmethod(forward)  # an engine on several ranks tells the others first
+
     def __init__(
         self,
         model: Decoder,
@@ -74,13 +76,9 @@ class Engine:
         self.cache = PagedKVCache(model, c.n_blocks, c.block_size, backend=c.backend, **paging)
         self._graphs = DecodeGraphs(model, self.cache, c.max_seqs) if c.cuda_graphs else None
         self.scheduler = Scheduler(
-            self.cache.manager,
-            max_seqs=c.max_seqs,
-            max_batch_tokens=c.max_batch_tokens,
-            policy=c.policy,
-            chunked_prefill=c.chunked_prefill,
-            max_waiting=c.max_waiting,
-        )
+            self.cache.manager, max_seqs=c.max_seqs, max_batch_tokens=c.max_batch_tokens,
+            policy=c.policy, chunked_prefill=c.chunked_prefill, max_waiting=c.max_waiting,
+        )  # fmt: skip
         self.stats = Stats()
         self._proposer = proposer or self._drafting()
         self._next_id, self._in_order = 0, True
@@ -213,7 +211,7 @@ class Engine:
             plan = self.scheduler.schedule()
             if plan.work:
                 try:
-                    computed = forward(plan, self.model, self.cache, self._graphs)
+                    computed = self.forward(plan, self.model, self.cache, self._graphs)
                 except Exception as error:  # out of memory, say: one cannot tell whose fault it was
                     for work in plan.work:
                         self._end(work.request, "aborted", error)

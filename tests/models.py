@@ -1,11 +1,16 @@
 """Models of the tests: small enough to run in milliseconds."""
 
+import json
+from pathlib import Path
+
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from minillm import Decoder, ModelConfig
 from minillm.calibration import Inputs
 from minillm.medusa import MedusaHeads
+from minillm.weights import parameter_sources
 
 
 def tiny_config(**changes: object) -> ModelConfig:
@@ -27,6 +32,27 @@ def lively(seed: int = 0, *, size: float = 0.2, **changes: object) -> Decoder:
     for p in model.parameters():
         p += size * torch.randn_like(p)
     return model
+
+
+def save_folder(model: Decoder, folder: Path) -> Path:
+    """The model as a folder in Hugging Face format, of the family that its config fits."""
+    c = model.config
+    raw = {
+        "model_type": "qwen3" if c.qk_norm else "llama", "num_hidden_layers": c.n_layers,
+        "hidden_size": c.d_model, "num_attention_heads": c.n_heads, "head_dim": c.d_head,
+        "num_key_value_heads": c.n_kv_heads, "intermediate_size": c.d_ff,
+        "vocab_size": c.vocab_size, "max_position_embeddings": c.max_seq_len,
+        "rms_norm_eps": c.norm_eps, "rope_theta": c.rope_theta,
+        "tie_word_embeddings": c.tie_embeddings, "attention_bias": c.qkv_bias, "mlp_bias": False,
+    }  # fmt: skip
+    tensors, parameters = {}, dict(model.named_parameters())
+    for ours, parts in parameter_sources(c).items():
+        rows = parameters[ours].split([shape[0] for shape in parts.values()])
+        tensors |= {name: x.contiguous() for name, x in zip(parts, rows, strict=True)}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 def lively_heads(n: int, d_model: int = 24) -> MedusaHeads:

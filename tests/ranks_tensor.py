@@ -4,27 +4,35 @@ torchrun --nproc-per-node 3 tests/ranks_tensor.py
 """
 
 import os
+import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from models import lively
+from models import lively, save_folder
 
 from minillm import (
+    Decoder,
     Engine,
     EngineConfig,
     KVCache,
     ModelDrafter,
     Sampling,
     generate,
+    model_bytes,
     quantize,
     speculative_generate,
     tensor_parallel,
 )
+from minillm.costs import weight_bytes
 from minillm.parallel.collectives import world_size
+from minillm.parallel.loading import load_tensor_parallel
+from minillm.parallel.serving import shared_engine
+from minillm.weights.safetensors_folder import SafetensorsFolder
 
 PROMPT = [5, 90, 3, 3, 41, 8, 13]
 SIZES = {"n_heads": 6, "n_kv_heads": 2, "d_model": 64, "d_ff": 96, "d_head": 32}
@@ -79,6 +87,81 @@ def check_tokens(p: int) -> None:
         assert result.tokens == generate(model, PROMPT, 20)
 
 
+def check_rank_0_schedules(p: int) -> None:
+    """Requests, their number and the drafter are known to rank 0 alone."""
+    model = lively(seed=3, **fitting(p))
+    sharded = tensor_parallel(model)
+    drawn = Sampling(0.8, top_p=0.9, seed=1)
+    sizes = {"n_blocks": 11, "block_size": 4, "max_batch_tokens": 9, "max_seqs": 3}
+    for kv_dtype, drafter in ((None, None), (None, ModelDrafter(model)), ("int8", None)):
+        config = EngineConfig(**sizes, kv_dtype=kv_dtype, drafter=drafter, k=2)
+        engine = shared_engine(sharded, config)
+        assert (engine is None) == (sharded.group.rank > 0)
+        if engine is None:
+            continue
+        with engine:
+            alone = Engine(model, config)
+            for each in (engine, alone):
+                for sampling in (None, drawn):
+                    for i in range(4):
+                        each.submit(PROMPT[: 3 + i], 12, sampling=sampling)
+            done, expected = engine.run(), alone.run()
+            assert {i: c.tokens for i, c in done.items()} == {
+                i: c.tokens for i, c in expected.items()
+            }
+            assert engine.scheduler.preemptions  # blocks ran out
+            engine.submit(PROMPT, 2)  # and again, later
+            assert engine.run()[8].tokens == generate(model, PROMPT, 2) or kv_dtype
+
+
+def counted(load: Callable, *arguments: object, **options: object) -> tuple[Decoder, int]:
+    """What `load` gives, and how many bytes it took out of the folder."""
+    n_read, slices = [], SafetensorsFolder.slices
+
+    def counting(self, *given):
+        for piece in slices(self, *given):
+            n_read.append(piece.nbytes)
+            yield piece
+
+    SafetensorsFolder.slices = counting
+    part, _ = load(*arguments, **options)
+    SafetensorsFolder.slices = slices
+    return part, sum(n_read)
+
+
+def check_memory() -> None:
+    """Of a large folder a rank never holds much more than its part."""
+    folder = Path(os.environ["MINILLM_TEST_FOLDER"])
+    load_tensor_parallel(folder / "small", dtype="float32")  # the libraries and their threads
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model, _ = load_tensor_parallel(folder / "large", dtype="float32")
+    peak = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    share, whole = model_bytes(model), weight_bytes(model.config, "float32")
+    assert share < 1.01 * whole / model.group.size
+    # the pages of the file that are mapped just now, and a slice
+    assert peak < share + (64 << 20) + 2 * (16 << 20), f"{peak:,} bytes for {share:,}"
+    assert peak < 0.7 * whole
+
+
+def check_loading(p: int) -> None:
+    """A rank reads its own part of a folder, and holds what the cut model holds."""
+    for changes in ({}, {"tie_embeddings": True}, {"qkv_bias": True, "attn_out_bias": True}):
+        model = lively(seed=3, **(fitting(p) | changes))
+        folder = Path(os.environ["MINILLM_TEST_FOLDER"]) / f"{p}-{len(changes)}"
+        if os.environ["RANK"] == "0":
+            save_folder(model, folder)
+        for sequence_parallel in (False, True):
+            options = {"sequence_parallel": sequence_parallel}
+            expected = tensor_parallel(model, **options)  # after it the folder is there
+            part, n_read = counted(load_tensor_parallel, folder, dtype="float32", **options)
+            assert n_read == sum(p.nbytes for p in part.parameters())
+            numbers = dict(expected.named_parameters())
+            assert numbers.keys() == dict(part.named_parameters()).keys()
+            for name, parameter in part.named_parameters():
+                assert torch.equal(parameter, numbers[name]), name
+            assert generate(part, PROMPT, 5) == generate(expected, PROMPT, 5)
+
+
 def check_quantized(p: int) -> None:
     sizes = fitting(p) | {"vocab_size": 48 * p, "tie_embeddings": True, "d_ff": 32 * p}
     for scheme, options in (("int8", {}), ("int4", {"group_size": 32})):
@@ -111,9 +194,29 @@ def check_ledger(p: int) -> None:
             assert sent["all_gather"] == round(n * share) * sums + logits and not sent["all_reduce"]
 
 
+def check_kept(p: int) -> None:
+    """Numbers that lie between the blocks: with a cut sequence 1 / p of them, rounded up."""
+    model = lively(seed=3, **fitting(p))
+    T, c = 13, model.config
+    for sequence_parallel, tokens in ((False, T), (True, -(-T // p))):
+        sharded = tensor_parallel(model, sequence_parallel=sequence_parallel)
+        kept: list[int] = []
+        for layer in sharded.layers:
+            layer.register_forward_pre_hook(
+                lambda _, given, kept=kept: kept.append(given[0].nbytes)
+            )
+        with torch.inference_mode():
+            sharded(torch.arange(T)[None])
+        assert kept == [tokens * c.d_model * 4] * c.n_layers
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     p, case = world_size(), sys.argv[1:]
+    if case == ["memory"]:
+        check_memory()
+        print("all checks passed")
+        sys.exit()
     if case == ["differ"]:
         tensor_parallel(lively(n_layers=2 + int(os.environ["RANK"])))
     if case == ["die"]:
@@ -121,6 +224,9 @@ if __name__ == "__main__":
         if os.environ["RANK"] == "1":
             os._exit(7)
         sharded(torch.tensor([PROMPT]))
-    for check in (check_logits, check_tokens, check_quantized, check_ledger):
+    for check in (
+        check_logits, check_tokens, check_rank_0_schedules, check_loading, check_quantized,
+        check_ledger, check_kept,
+    ):  # fmt: skip
         check(p)
     print("all checks passed")

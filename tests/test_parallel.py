@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import lively, tiny_config
+from models import lively, lively_heads, save_folder, tiny_config
 
 from minillm import (
+    Decoder,
+    EngineConfig,
+    MedusaDrafter,
     ModelConfig,
     generate,
     load,
@@ -18,19 +21,24 @@ from minillm import (
     sparsify,
     tensor_parallel,
 )
+from minillm.costs import decode_bytes
 from minillm.grid import to_int4
-from minillm.parallel.pipeline import bubble_share
-from minillm.parallel.plan import Plan, fitting_sizes, part
+from minillm.hardware import Hardware
+from minillm.parallel.loading import load_tensor_parallel
+from minillm.parallel.plan import Plan, bubble_share, fitting_sizes, part
+from minillm.parallel.serving import shared_engine
+from minillm.parallel.step_time import Cluster, decode_time, prefill_time
 from minillm.quantized_linear import Int4Linear
 
 HERE = Path(__file__).parent
 
 
 def torchrun(
-    n: int, script: str, *arguments: str, timeout: int = 240
+    n: int, script: str, *arguments: str, timeout: int = 240, folder: Path | None = None
 ) -> subprocess.CompletedProcess:
+    """folder: where the ranks may write models for each other."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={n}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MINILLM_TEST_FOLDER": str(folder)}
     return subprocess.run(
         [*command, str(HERE / script), *arguments], capture_output=True, text=True,
         timeout=timeout, env=environment, check=False,
@@ -39,19 +47,37 @@ def torchrun(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_tensor_parallel_is_one_process(n):
-    """Logits, tokens, quantized matrices and the ledger: `ranks_tensor.py` checks them."""
-    done = torchrun(n, "ranks_tensor.py")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("all checks passed") == n
+def test_tensor_parallel_is_one_process(n, tmp_path):
+    """Logits, tokens, loading, quantized matrices, the ledger: `ranks_tensor.py` checks them."""
+    all_passed(torchrun(n, "ranks_tensor.py", folder=tmp_path), n)
 
 
 @pytest.mark.slow
-def test_a_pipeline_is_one_process():
-    """Seven layers and five on three ranks: `ranks_pipeline.py` checks logits and tokens."""
-    done = torchrun(3, "ranks_pipeline.py")
+@pytest.mark.parametrize("n", [3, 4])
+def test_a_pipeline_is_one_process(n, tmp_path):
+    """Seven layers and five on three ranks, and two stages of two: `ranks_pipeline.py` checks."""
+    all_passed(torchrun(n, "ranks_pipeline.py", folder=tmp_path), n)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case, n", [("tensor", 2), ("tensor", 4), ("pipeline", 3)])
+def test_pytorchs_own_way_is_ours(case, n):
+    """DTensor and torch.distributed.pipelining: `ranks_pytorch.py` checks them."""
+    all_passed(torchrun(n, "ranks_pytorch.py", case), n)
+
+
+@pytest.mark.slow
+def test_a_rank_holds_its_part(tmp_path):
+    heads = {"n_heads": 12, "n_kv_heads": 3, "vocab_size": 300}
+    large = heads | {"d_model": 1024, "d_ff": 3072, "n_layers": 8, "d_head": 64}
+    for name, sizes in (("small", heads), ("large", large)):
+        save_folder(Decoder(tiny_config(**sizes)), tmp_path / name)
+    all_passed(torchrun(3, "ranks_tensor.py", "memory", folder=tmp_path), 3)
+
+
+def all_passed(done: subprocess.CompletedProcess, n: int) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("all checks passed") == 3
+    assert done.stdout.count("all checks passed") == n
 
 
 @pytest.mark.slow
@@ -77,10 +103,53 @@ def test_ranks_that_differ_end_together():
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_ends_the_run():
-    done = torchrun(2, "ranks_tensor.py", "die", timeout=60)
+@pytest.mark.parametrize("script, n", [("ranks_tensor.py", 2), ("ranks_pipeline.py", 3)])
+def test_a_rank_that_dies_ends_the_run(script, n):
+    done = torchrun(n, script, "die", timeout=60)
     assert done.returncode != 0
     assert re.search(r"rank\s*: 1 \(local_rank: 1\)\s+exitcode\s*: 7", done.stderr)
+
+
+LLAMA = ModelConfig.preset("llama-2-70b")
+H100S = Cluster(Hardware.preset("h100"))
+STEP = {"batch_size": 4, "context_len": 1000, "dtype": "bfloat16"}
+
+
+def test_the_parts_of_a_step():
+    """Eight GPUs: an eighth of the bytes, and what the ledger counts over the link's bandwidth."""
+    alone, eight = (decode_time(LLAMA, H100S, tp=tp, **STEP) for tp in (1, 8))
+    assert alone.latency == alone.transfer == 0
+    n_bytes = decode_bytes(LLAMA, 4, 1000, "bfloat16")
+    assert alone.total == pytest.approx(n_bytes / 3.35e12)
+    assert eight.compute == pytest.approx(alone.compute / 8)
+    stream, logits = (2 * 4 * width for width in (LLAMA.d_model, LLAMA.vocab_size))
+    sent = 161 * 2 * stream * 7 / 8 + logits * 7 / 8  # 161 sums, and all logits
+    assert eight.transfer == pytest.approx(sent / 450e9)
+    assert eight.latency == pytest.approx(161 * (6.6e-6 + 14 * 0.6e-6) + 6.6e-6 + 7 * 0.6e-6)
+
+
+def test_when_more_ranks_do_not_pay():
+    """Over PCIe a prefill mostly waits for bytes; across nodes a decode step for its messages."""
+    prefill = {"n_tokens": 2048, "dtype": "bfloat16"}
+    slow = prefill_time(LLAMA, Cluster(Hardware.preset("h100"), "pcie-5"), tp=8, **prefill)
+    fast = prefill_time(LLAMA, H100S, tp=8, **prefill)
+    assert slow.transfer > slow.compute > fast.transfer
+    assert slow.compute == fast.compute
+    totals = {tp: decode_time(LLAMA, H100S, tp=tp, **STEP).total for tp in (1, 2, 4, 8, 32, 64)}
+    assert totals[1] > totals[2] > totals[4] > totals[8] < totals[32] < totals[64]
+
+
+def test_stages_make_no_token_faster():
+    one = decode_time(LLAMA, H100S, tp=8, **STEP)
+    two = decode_time(LLAMA, H100S, tp=8, pp=2, **STEP)
+    assert two.compute == one.compute and one.total < two.total < 1.01 * one.total
+
+
+def test_unknown_links_and_ranks_are_refused():
+    with pytest.raises(ValueError, match="no link 'string'; choose one of nvlink-3, "):
+        Cluster(Hardware.preset("h100"), "string")
+    with pytest.raises(ValueError, match="3 ranks cannot share the 64 query heads"):
+        decode_time(LLAMA, H100S, tp=3, **STEP)
 
 
 @pytest.mark.parametrize("n, size", [(10, 3), (9, 9), (4, 5), (0, 2)])
@@ -139,6 +208,14 @@ def test_refused_before_any_rank_is_asked(monkeypatch):
         pipeline_parallel(model, n_microbatches=1)
     with pytest.raises(ValueError, match="n_microbatches is 0"):
         pipeline_parallel(model, n_microbatches=0)
+    with pytest.raises(ValueError, match="dtype is 'int8', and shards are read in float32"):
+        load_tensor_parallel(dtype="int8")
+    graphs = EngineConfig(n_blocks=8, cuda_graphs=True)
+    with pytest.raises(ValueError, match="cuda_graphs is for one rank"):
+        shared_engine(model, graphs)
+    medusa = EngineConfig(n_blocks=8, drafter=MedusaDrafter(lively_heads(2)))
+    with pytest.raises(ValueError, match="A MedusaDrafter multiplies with the target's own head"):
+        shared_engine(model, medusa)
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(
         ValueError, match=r"3 ranks cannot share the 4 query heads and 2 .* start 1 or"
@@ -146,6 +223,8 @@ def test_refused_before_any_rank_is_asked(monkeypatch):
         tensor_parallel(model)
     with pytest.raises(ValueError, match="3 ranks cannot share 2 layers; start at most 2"):
         pipeline_parallel(model, n_microbatches=1)
+    with pytest.raises(ValueError, match="3 ranks cannot be cut into stages of 2"):
+        pipeline_parallel(model, n_microbatches=1, tp=2)
     monkeypatch.setenv("WORLD_SIZE", "2")
     pruned = sparsify(lively(d_model=32, d_ff=64, d_head=16))
     with pytest.raises(ValueError, match=r"is a SparseLinear, which cannot be cut over ranks"):

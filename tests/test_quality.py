@@ -16,23 +16,23 @@ def exam(default):
     model, tokenizer = default
     ids = tokenizer.encode(evaluation_text("python"))
     known = torch.tensor(ids[-4 * 256 :]).view(4, 256)
-    return model, ids[:1024], perplexity(model, ids[:1024]), known
+    ids = ids[:2048]  # with half as many the ratios move by half a percent from CPU to CPU
+    return model, ids, perplexity(model, ids), known
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scheme", "options", "most", "share"),
+    ("scheme", "calibrated", "most", "share"),
     [
-        ("int8", {}, 0.005, 0.27),
-        ("int4", {}, 0.10, 0.20),
-        ("llm_int8", {}, 0.02, 0.27),
-        ("smoothquant", {"calibration": True}, 0.05, 0.27),
+        ("int8", False, 0.005, 0.27),
+        ("int4", False, 0.10, 0.20),
+        ("llm_int8", True, 0.02, 0.27),
+        ("smoothquant", True, 0.05, 0.27),
     ],
 )
-def test_perplexity(exam, scheme, options, most, share):
+def test_perplexity(exam, scheme, calibrated, most, share):
     model, ids, base, known = exam
-    if options:
-        options = {"calibration": known}
+    options = {"calibration": known} if calibrated else {}
     small = quantize(model, scheme, **options)
     assert perplexity(small, ids) < (1 + most) * base
     assert model_bytes(small) < share * model_bytes(model)

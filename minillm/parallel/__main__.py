@@ -7,9 +7,11 @@ It starts torchrun on itself. For several machines start torchrun on each of the
 """
 
 import argparse
+import os
 import subprocess
 import sys
 
+from minillm.checks import check_whole
 from minillm.parallel.collectives import inside_torchrun, world_size
 
 
@@ -17,9 +19,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m minillm.parallel", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="generate")
     command = commands.add_parser("generate", help="continue a prompt")
-    way = command.add_mutually_exclusive_group(required=True)
-    way.add_argument("--tp", type=int, metavar="N", help="tensor parallelism over N ranks")
-    way.add_argument("--pp", type=int, metavar="N", help="pipeline parallelism over N ranks")
+    command.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share a layer")
+    command.add_argument("--pp", type=int, default=1, metavar="N", help="stages of layers")
     command.add_argument(
         "--sequence-parallel", action="store_true", help="with --tp: cut the sequence as well"
     )
@@ -34,13 +35,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Start the ranks, or be one of them; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
-    size = options.tp or options.pp
     try:
+        for name in ("tp", "pp"):
+            check_whole(f"--{name}", getattr(options, name))
+        size = options.tp * options.pp
         if inside_torchrun():
             _rank(options, size)
             return 0
-        if size is None or size < 1:
-            raise ValueError(f"The number of ranks is {size}; give 1 or more.")
         run = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}"]
         return subprocess.run([*run, "-m", "minillm.parallel", *arguments], check=False).returncode
     except (ValueError, TypeError, OSError, RuntimeError) as error:
@@ -50,31 +51,37 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _rank(options: argparse.Namespace, size: int) -> None:
     from minillm.generate import generate
-    from minillm.parallel.pipeline import pipeline_parallel
+    from minillm.parallel.loading import load_pipeline, load_tensor_parallel
     from minillm.parallel.tensor import tensor_parallel
     from minillm.weights import load
 
     if size != world_size():
         raise ValueError(f"{size} ranks are asked for, and torchrun started {world_size()}.")
-    model, tokenizer = load(options.model, dtype=options.dtype)
-    if options.tp:
+    ways = {"dtype": options.dtype, "sequence_parallel": options.sequence_parallel}
+    if options.pp > 1:
+        stage, tokenizer = load_pipeline(options.model, n_microbatches=1, tp=options.tp, **ways)
+        model, groups = stage.model, [stage.group, getattr(stage.model, "group", None)]
+    elif options.dtype in ("int8", "int4"):  # cut as they are stored
+        model, tokenizer = load(options.model, dtype=options.dtype)
         model = tensor_parallel(model, sequence_parallel=options.sequence_parallel)
-        group = model.group
+        groups = [model.group]
     else:
-        stage = pipeline_parallel(model, n_microbatches=1)
-        model, group = stage.model, stage.group
+        model, tokenizer = load_tensor_parallel(options.model, **ways)
+        groups = [model.group]
     if tokenizer is None:
         raise ValueError("The model's folder has no tokenizer; give one that has.")
+    is_first = os.environ["RANK"] == "0"
     stream = tokenizer.stream()
 
     def show(token: int) -> None:
-        if group.rank == 0:
+        if is_first:
             print(stream.push(token), end="", flush=True)
 
     ids = tokenizer.encode(options.prompt)
     generate(model, ids, options.max_new_tokens, stop_ids=tokenizer.stop_ids, on_token=show)
-    if group.rank == 0:
-        print(f"\n{group.size} ranks; rank 0 sent {sum(group.sent.values()):,} bytes", flush=True)
+    if is_first:
+        sent = sum(sum(group.sent.values()) for group in groups if group is not None)
+        print(f"\n{size} ranks; rank 0 sent {sent:,} bytes", flush=True)
 
 
 if __name__ == "__main__":

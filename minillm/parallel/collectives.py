@@ -18,6 +18,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from minillm.model import Decoder
 
@@ -37,11 +38,15 @@ def started() -> None:
             "This process was not started by torchrun; start torchrun --nproc-per-node N, or "
             "python -m minillm.parallel."
         )
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if backend == "nccl":
+    if _device_type() == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "nccl" if _device_type() == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT)
     atexit.register(_left)
+
+
+def _device_type() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _left() -> None:
@@ -72,6 +77,13 @@ class Group:
         self.calls: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
 
+    def __deepcopy__(self, memo: dict) -> "Group":
+        return self  # the copies of a model talk to the same ranks
+
+    def global_rank(self, rank: int) -> int:
+        """The number that this group's `rank` has among all ranks."""
+        return dist.get_global_rank(self._group or dist.group.WORLD, rank)
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of everyone's x, in x."""
         self.note("all_reduce", 2 * x.nbytes * (self.size - 1) / self.size)
@@ -96,7 +108,7 @@ class Group:
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """The source's x, in everyone's x."""
         self.note("broadcast", x.nbytes if self.rank == source else 0)
-        dist.broadcast(x, source, group=self._group)
+        dist.broadcast(x, self.global_rank(source), group=self._group)
         return x
 
     def same_everywhere(self, what: str, value: str) -> None:
@@ -117,6 +129,16 @@ class Group:
         group = cls()
         group.same_everywhere("model", f"{model.config}, {model.dtype}")
         return group
+
+    @classmethod
+    def grid(cls, rows: int) -> "tuple[Group, Group]":
+        """All ranks as a table of so many rows: the ranks in this one's row, and in its column.
+
+        Neighbours in a row are neighbours in number, so they share a machine if any ranks do.
+        """
+        n = dist.get_world_size() // rows
+        mesh = init_device_mesh(_device_type(), (rows, n), mesh_dim_names=("column", "row"))
+        return cls(mesh.get_group("row")), cls(mesh.get_group("column"))
 
     def note(self, name: str, sent: float) -> None:
         """Count a call and what this rank sends in it."""

@@ -1,15 +1,16 @@
 """Pipeline parallelism: each rank has some of the layers; micro-batches keep several ranks busy.
 
-Sources: Huang et al. 2019 (GPipe), section 2.3; Narayanan et al. 2021, section 2.2, for the bubble.
-Cost: a rank sends B T C numbers for each pass over (B, T) tokens. With p ranks and m micro-batches
+Sources: Huang et al. 2019 (GPipe), section 2.3; Narayanan et al. 2021, section 2.2, for the bubble,
+and section 3 for tensor parallelism inside each stage.
+Cost: a rank sends B T C numbers for each pass over (B, T) tokens. With p stages and m micro-batches
 that take equally long, a share (p - 1) / (m + p - 1) of the time is idle: the bubble.
 
 A rank's part is a decoder with fewer layers, and its cache holds only those. Three modules connect
 the parts, so the decoder stays as it is: the embedding of the later ranks receives the residual
 stream, the last layer of the earlier ranks sends it, and the head hands the last rank's logits to
-all. So generate, speculation and the engine run on every rank alike.
-Not here: drafters that read the target's states, which only the last rank has; an engine with a
-drafter (see `minillm.parallel.tensor`).
+all. So generate, speculation and the engine run on every rank alike; with one sequence at a time
+all ranks but one are idle. `Stage.generate` keeps several micro-batches under way.
+Not here: drafters that read the target's states, which only the last rank has; backward passes.
 """
 
 import copy
@@ -21,9 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minillm.checks import check_whole
+from minillm.generate import check_request
+from minillm.kv_cache import KVCache
 from minillm.model import Decoder, Layer
 from minillm.parallel.collectives import Group, world_size
-from minillm.parallel.plan import part
+from minillm.parallel.plan import check_size, check_stages, part
+from minillm.parallel.tensor import Sequence, check_matrices, shard
 
 
 @dataclass(frozen=True)
@@ -35,22 +39,11 @@ class Span:
     end: float
 
 
-def bubble_share(p: int, m: int) -> float:
-    """(p - 1) / (m + p - 1): the idle share of p ranks with m micro-batches."""
-    return (p - 1) / (m + p - 1)
-
-
-def check_stages(n_layers: int, size: int) -> None:
-    """ValueError for more ranks than layers."""
-    if size > n_layers:
-        raise ValueError(f"{size} ranks cannot share {n_layers} layers; start at most {n_layers}.")
-
-
 class Stage:
     """This rank's part of a pipeline.
 
-    model: a decoder for generate, speculation and the engine, which every rank calls alike.
-    spans: when the layers of this rank worked in the last `forward`.
+    model: a decoder for `minillm.generate`, speculation and the engine, which every rank calls
+    alike. spans: when the layers of this rank worked in the last `forward` or `generate`.
     """
 
     def __init__(self, model: Decoder, group: Group, n_microbatches: int):
@@ -65,20 +58,56 @@ class Stage:
 
         ValueError for fewer sequences than micro-batches.
         """
+        self.spans, logits = [], []
+        for i, rows in enumerate(self._microbatches(tokens)):
+            hidden = self.model.hidden(rows)
+            if self._wire.is_last:
+                logits.append(self.model.head.inner(hidden))
+            self._note(i)
+        self._wire.flush()
+        return torch.cat(logits) if logits else None
+
+    @torch.inference_mode()
+    def generate(self, prompts: Tensor, max_new_tokens: int) -> Tensor:
+        """The likeliest continuations (B, max_new_tokens) of prompts (B, T), on every rank.
+
+        Each micro-batch has a cache of its own. While one waits for its token to come back from the
+        last rank to the first, the others are computed.
+        """
+        for prompt in prompts.tolist():
+            check_request(self.model, prompt, max_new_tokens, None, ())
+        given = list(self._microbatches(prompts))
+        room = prompts.shape[1] + max_new_tokens
+        caches = [KVCache(self.model, len(rows), room) for rows in given]
+        produced = prompts.new_zeros(len(prompts), max_new_tokens)
+        columns = produced.tensor_split(self.n_microbatches)  # views
+        self.spans = []
+        for step in range(max_new_tokens):
+            for i, cache in enumerate(caches):
+                if step:  # only the first rank needs to know the tokens; the others their number
+                    given[i] = columns[i][:, step - 1 : step].contiguous()
+                    if self._wire.is_first:
+                        given[i] = self._wire.receive_token(given[i])
+                hidden = self.model.hidden(given[i], cache)
+                if self._wire.is_last:
+                    token = self.model.head.inner(hidden[:, -1:]).argmax(-1)
+                    columns[i][:, step : step + 1] = token
+                    if step < max_new_tokens - 1:
+                        self._wire.send_token(token)
+                self._note(i)
+        self._wire.flush()
+        return self.group.broadcast(produced, self.group.size - 1)
+
+    def _microbatches(self, tokens: Tensor) -> tuple[Tensor, ...]:
         if len(tokens) < self.n_microbatches:
             raise ValueError(
                 f"{len(tokens)} sequences cannot be cut into {self.n_microbatches} micro-batches; "
                 "give more sequences or fewer micro-batches."
             )
-        self.spans = []
-        logits = []
-        for i, rows in enumerate(tokens.tensor_split(self.n_microbatches)):
-            hidden = self.model.hidden(rows)
-            if self._wire.is_last:
-                logits.append(self.model.head.last(hidden))
-            self.spans.append(Span(i, self._wire.began, time.perf_counter()))
-        self._wire.flush()
-        return torch.cat(logits) if logits else None
+        return tokens.tensor_split(self.n_microbatches)
+
+    def _note(self, microbatch: int) -> None:
+        self.spans.append(Span(microbatch, self._wire.began, time.perf_counter()))
 
 
 class Wire:
@@ -91,15 +120,30 @@ class Wire:
         self._sending: list[tuple[dist.Work, Tensor]] = []  # tensors must live until they are sent
 
     def send(self, x: Tensor) -> None:
+        """To the next rank."""
+        self._send(x, self.group.rank + 1)
+
+    def receive(self, x: Tensor) -> Tensor:
+        """From the rank before, into x."""
+        dist.recv(x, self.group.global_rank(self.group.rank - 1))
+        self.began = time.perf_counter()
+        return x
+
+    def send_token(self, tokens: Tensor) -> None:
+        """From the last rank to the first."""
+        if self.group.size > 1:
+            self._send(tokens, 0)
+
+    def receive_token(self, tokens: Tensor) -> Tensor:
+        if self.group.size > 1:
+            dist.recv(tokens, self.group.global_rank(self.group.size - 1))
+        return tokens
+
+    def _send(self, x: Tensor, rank: int) -> None:
         x = x.contiguous()
         self.group.note("send", x.nbytes)
         self._sending = [(work, t) for work, t in self._sending if not work.is_completed()]
-        self._sending.append((dist.isend(x, self.group.rank + 1), x))
-
-    def receive(self, x: Tensor) -> Tensor:
-        dist.recv(x, self.group.rank - 1)
-        self.began = time.perf_counter()
-        return x
+        self._sending.append((dist.isend(x, self.group.global_rank(rank)), x))
 
     def flush(self) -> None:
         """Wait until all is sent."""
@@ -111,13 +155,17 @@ class Wire:
 class Received(nn.Module):
     """In place of the embedding: the residual stream (B, T, C) of the rank before."""
 
-    def __init__(self, width: int, like: Tensor, wire: Wire):
+    def __init__(self, model: Decoder, wire: Wire):
         super().__init__()
-        self._width, self._wire = width, wire
-        self.register_buffer("_like", like.new_empty(0))
+        self._width, self._wire = model.config.d_model, wire
+        self._sequence: Sequence | None = getattr(model, "sequence", None)
+        self.register_buffer("_like", model.norm.new_empty(0))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self._wire.receive(self._like.new_empty(*tokens.shape, self._width))
+        B, T = tokens.shape
+        if self._sequence is not None:
+            T = -(-T // self._sequence.group.size)
+        return self._wire.receive(self._like.new_empty(B, T, self._width))
 
 
 class Embedded(nn.Module):
@@ -125,11 +173,11 @@ class Embedded(nn.Module):
 
     def __init__(self, embed: nn.Module, wire: Wire):
         super().__init__()
-        self.embed, self._wire = embed, wire
+        self.inner, self._wire = embed, wire
 
     def forward(self, tokens: Tensor) -> Tensor:
         self._wire.began = time.perf_counter()
-        return self.embed(tokens)
+        return self.inner(tokens)
 
 
 class Sending(nn.Module):
@@ -137,10 +185,10 @@ class Sending(nn.Module):
 
     def __init__(self, layer: Layer, wire: Wire):
         super().__init__()
-        self.layer, self.config, self._wire = layer, layer.config, wire
+        self.inner, self.config, self._wire = layer, layer.config, wire
 
     def forward(self, x: Tensor, update: Tensor | None, *rest: object) -> tuple[Tensor, None]:
-        x, update = self.layer(x, update, *rest)
+        x, update = self.inner(x, update, *rest)
         x = x + update
         self._wire.send(x)
         return x, None
@@ -151,26 +199,46 @@ class LastLogits(nn.Module):
 
     def __init__(self, head: nn.Module | None, vocabulary: int, wire: Wire):
         super().__init__()
-        self.last, self._vocabulary, self._wire = head, vocabulary, wire
+        self.inner, self._vocabulary, self._wire = head, vocabulary, wire
 
     def forward(self, x: Tensor) -> Tensor:
         self._wire.flush()
-        if self.last is not None:
-            logits = self.last(x).contiguous()
+        if self.inner is not None:
+            logits = self.inner(x).contiguous()
         else:
             logits = x.new_empty(*x.shape[:-1], self._vocabulary)
         return self._wire.group.broadcast(logits, self._wire.group.size - 1)
 
 
-def pipeline_parallel(model: Decoder, *, n_microbatches: int) -> Stage:
+def pipeline_parallel(
+    model: Decoder, *, n_microbatches: int, tp: int = 1, sequence_parallel: bool = False
+) -> Stage:
     """This rank's stage of `model`, inside torchrun; every rank calls it with the same model.
 
-    ValueError for more ranks than layers (before any rank is asked) and for models that differ
-    between the ranks. RuntimeError outside torchrun.
+    tp: ranks that share each stage by tensor parallelism; with sequence_parallel, see
+    `minillm.parallel.tensor`.
+    ValueError for more stages than layers and for a tp that does not fit (before any rank is
+    asked), and for models that differ between the ranks. RuntimeError outside torchrun.
     """
-    check_stages(len(model.layers), world_size())
+    n_stages = check_grid(model, tp)
     check_whole("n_microbatches", n_microbatches)
-    return Stage(model, Group.sharing(model), n_microbatches)
+    Group.sharing(model)
+    across, along = Group.grid(n_stages)
+    if tp > 1:
+        model = shard(model, across, sequence_parallel=sequence_parallel)
+    return Stage(model, along, n_microbatches)
+
+
+def check_grid(model: Decoder, tp: int) -> int:
+    """How many stages of `tp` ranks there are; ValueError for numbers that do not fit."""
+    check_size(model.config, tp)
+    if tp > 1:
+        check_matrices(model)
+    size = world_size()
+    if size % tp:
+        raise ValueError(f"{size} ranks cannot be cut into stages of {tp}; start a multiple of it.")
+    check_stages(len(model.layers), size // tp)
+    return size // tp
 
 
 def _stage_model(model: Decoder, group: Group, wire: Wire) -> Decoder:
@@ -183,8 +251,5 @@ def _stage_model(model: Decoder, group: Group, wire: Wire) -> Decoder:
     stage.layers = nn.ModuleList(layers)
     head = stage.head if wire.is_last else None
     stage.head = LastLogits(head, model.config.vocab_size, wire)
-    if wire.is_first:
-        stage.embed = Embedded(stage.embed, wire)
-    else:
-        stage.embed = Received(model.config.d_model, model.norm, wire)
+    stage.embed = Embedded(stage.embed, wire) if wire.is_first else Received(stage, wire)
     return stage

@@ -46,6 +46,17 @@ def check_size(config: ModelConfig, size: int) -> None:
         )
 
 
+def check_stages(n_layers: int, size: int) -> None:
+    """ValueError for more stages of a pipeline than layers."""
+    if size > n_layers:
+        raise ValueError(f"{size} ranks cannot share {n_layers} layers; start at most {n_layers}.")
+
+
+def bubble_share(p: int, m: int) -> float:
+    """(p - 1) / (m + p - 1): the idle share of p stages with m micro-batches."""
+    return (p - 1) / (m + p - 1)
+
+
 @dataclass(frozen=True)
 class Plan:
     """The part of rank `rank` of `size`."""

@@ -12,8 +12,8 @@ alike: the logits are the same everywhere, and so are the tokens.
 With sequence_parallel what is per token (residual stream, norms) is cut along the sequence: each
 rank keeps T / p of the tokens between the blocks. An all-gather before a block and a
 reduce-scatter after it take the place of the all-reduce: the same bytes, fewer numbers kept.
-Not here: an engine with a drafter. It decides by the clock whether guesses pay, and the ranks'
-clocks may disagree.
+Not here: an engine on every rank with a drafter: it decides by the clock whether guesses pay, and
+the ranks' clocks may disagree. With `minillm.parallel.serving` only rank 0 decides.
 """
 
 import copy
@@ -43,9 +43,7 @@ def tensor_parallel(model: Decoder, *, sequence_parallel: bool = False) -> Decod
     torchrun.
     """
     check_size(model.config, world_size())
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in ("qkv", "out", "gate_up", "down", "head"):
-            _check_matrix(name, module)
+    check_matrices(model)
     return shard(model, Group.sharing(model), sequence_parallel=sequence_parallel)
 
 
@@ -108,10 +106,10 @@ class Gathered(nn.Module):
 
     def __init__(self, rows: Matrix, sequence: Sequence):
         super().__init__()
-        self.rows, self._sequence = rows, sequence
+        self.inner, self._sequence = rows, sequence
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.rows(self._sequence.gathered(x))
+        return self.inner(self._sequence.gathered(x))
 
 
 class Summed(nn.Module):
@@ -120,10 +118,10 @@ class Summed(nn.Module):
     def __init__(self, columns: Matrix, group: Group, sequence: Sequence | None):
         super().__init__()
         self.bias, columns.bias = columns.bias, None  # added once, after the sum
-        self.columns, self._group, self._sequence = columns, group, sequence
+        self.inner, self._group, self._sequence = columns, group, sequence
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.columns(x)
+        out = self.inner(x)
         sequence = self._sequence
         out = self._group.all_reduce(out) if sequence is None else sequence.summed(out)
         return out if self.bias is None else out + self.bias
@@ -134,11 +132,11 @@ class VocabularyHead(nn.Module):
 
     def __init__(self, rows: Matrix, plan: Plan, group: Group):
         super().__init__()
-        self.rows, self._group = rows, group
+        self.inner, self._group = rows, group
         self._sizes = [len(part(plan.config.vocab_size, plan.size, r)) for r in range(plan.size)]
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = self.rows(x)
+        logits = self.inner(x)
         widest = max(self._sizes)
         logits = F.pad(logits, (0, widest - logits.shape[-1]))  # all ranks send the same shape
         every = self._group.all_gather(logits, -1).split(widest, -1)
@@ -150,13 +148,13 @@ class VocabularyEmbedding(nn.Module):
 
     def __init__(self, rows: nn.Module, plan: Plan, group: Group, sequence: Sequence | None):
         super().__init__()
-        self.rows, self._group, self._sequence = rows, group, sequence
+        self.inner, self._group, self._sequence = rows, group, sequence
         self._first, self._n = plan.vocabulary.start, len(plan.vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
         at = tokens - self._first
         mine = (at >= 0) & (at < self._n)
-        found = self.rows(at.clamp(0, self._n - 1)) * mine[..., None]
+        found = self.inner(at.clamp(0, self._n - 1)) * mine[..., None]
         if self._sequence is not None:
             return self._sequence.summed(found)
         return self._group.all_reduce(found)
@@ -209,12 +207,18 @@ def _embedding(model: Decoder, head: Matrix, plan: Plan) -> nn.Module:
     if not model.config.tie_embeddings:
         (rows,) = plan.rows("embed")
         weight = nn.Parameter(model.embed.weight[rows.start : rows.stop].clone(), False)
-    return nn.Embedding.from_pretrained(weight)
+    embedding = nn.Embedding(*weight.shape, device="meta")
+    embedding.weight = weight
+    return embedding
 
 
-def _check_matrix(name: str, module: nn.Module) -> None:
-    if type(module) not in (Linear, Int8Linear, Float8Linear, Int4Linear):
-        raise ValueError(
-            f"{name} is a {type(module).__name__}, which cannot be cut over ranks; give a model "
-            "whose matrices are plain, or stored in int8, fp8 or int4."
-        )
+def check_matrices(model: Decoder) -> None:
+    """ValueError for matrices that cannot be cut."""
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] not in ("qkv", "out", "gate_up", "down", "head"):
+            continue
+        if type(module) not in (Linear, Int8Linear, Float8Linear, Int4Linear):
+            raise ValueError(
+                f"{name} is a {type(module).__name__}, which cannot be cut over ranks; give a "
+                "model whose matrices are plain, or stored in int8, fp8 or int4."
+            )

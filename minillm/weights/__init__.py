@@ -15,6 +15,8 @@ before the model is built. Either a whole model comes back or one sentence that 
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -53,11 +55,24 @@ def load(
     """
     scheme = dtype if dtype in ("int8", "int4") else None
     device, dtype = device_and_dtype(device, "bfloat16" if scheme else dtype)
+    with opened(source) as (checkpoint, tokenizer):
+        return build(checkpoint, device, dtype, scheme), tokenizer
+
+
+@contextmanager
+def opened(source: str | Path | None) -> Iterator[tuple[Checkpoint, Tokenizer | None]]:
+    """What `load` reads from, for as long as it is read; the source and the errors are load's."""
     # os.path answers False where a Path's methods raise: for a user or a name that cannot exist.
     path = fetch_default() if source is None else Path(os.path.expanduser(source))
     try:
         checkpoint, tokenizer = _open(path, source)
-        return _with_tokenizer(checkpoint, tokenizer, device, dtype, scheme)
+        rows = checkpoint.config.vocab_size  # every token id has one in the embedding
+        if tokenizer is not None and tokenizer.n_vocab > rows:
+            raise ValueError(
+                f"{checkpoint.label}: the tokenizer has {tokenizer.n_vocab} ids, the model only "
+                f"{rows}."
+            )
+        yield checkpoint, tokenizer
     except OSError as error:
         if error.errno is None:
             raise  # our own sentence
@@ -84,22 +99,6 @@ def _open(path: Path, source: str | Path | None) -> tuple[Checkpoint, Tokenizer 
             )
         path = _download(str(source))
     return SafetensorsFolder(path), tokenizer_from_folder(path)
-
-
-def _with_tokenizer(
-    checkpoint: Checkpoint,
-    tokenizer: Tokenizer | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    scheme: str | None,
-) -> tuple[Decoder, Tokenizer | None]:
-    """Both, if every token id has a row in the embedding."""
-    rows = checkpoint.config.vocab_size
-    if tokenizer is not None and tokenizer.n_vocab > rows:
-        raise ValueError(
-            f"{checkpoint.label}: the tokenizer has {tokenizer.n_vocab} ids, the model only {rows}."
-        )
-    return build(checkpoint, device, dtype, scheme), tokenizer
 
 
 def _download(hub_id: str) -> Path:

@@ -29,8 +29,13 @@ class Checkpoint(Protocol):
     label: str  # for messages
     shapes: Shapes
 
-    def slices(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """(first row, rows) of one tensor, in order, each at most about `SLICE_BYTES` long."""
+    def slices(
+        self, name: str, rows: range | None = None, columns: range | None = None
+    ) -> Iterator[Tensor]:
+        """These rows of one tensor, in order, each piece at most about `SLICE_BYTES` long.
+
+        rows: all by default, and whole heads of q, k and v. columns: all by default.
+        """
         ...
 
     def grid(self, name: str) -> Grid | None:
@@ -74,10 +79,7 @@ def build(
     scheme: of `minillm.quantize`. A file's own 4-bit numbers are kept for int4.
     """
     config, sources = checkpoint.config, parameter_sources(checkpoint.config)
-    _check_tensors(checkpoint, {k: shape for part in sources.values() for k, shape in part.items()})
-    with torch.device("meta"):  # no memory, no random numbers
-        model = Decoder(config)
-    model.to(dtype)
+    model = empty_model(checkpoint, dtype)
     if scheme is None:
         model.to_empty(device=device)
         if config.tie_embeddings:
@@ -91,18 +93,44 @@ def build(
     parameters = dict(model.named_parameters())
     for ours, parts in sources.items():
         if ours in parameters:
-            _fill(checkpoint, parameters[ours].data, parts)
+            fill(checkpoint, parameters[ours].data, parts)
     return model.eval().requires_grad_(False)
 
 
-def _fill(checkpoint: Checkpoint, target: Tensor, parts: Shapes) -> None:
-    row = 0
-    for name in parts:
-        for first, rows in checkpoint.slices(name):
-            place = target[row + first : row + first + len(rows)]
-            place.copy_(rows)
-            _check_finite(checkpoint, name, place)
-        row += parts[name][0]
+def empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Decoder:
+    """The checkpoint's model on the meta device: shapes without numbers.
+
+    ValueError for tensors that do not fit the config.
+    """
+    sources = parameter_sources(checkpoint.config).values()
+    _check_tensors(checkpoint, {name: shape for part in sources for name, shape in part.items()})
+    with torch.device("meta"):  # no memory, no random numbers
+        model = Decoder(checkpoint.config)
+    return model.to(dtype)
+
+
+def fill(
+    checkpoint: Checkpoint,
+    target: Tensor,
+    parts: Shapes,
+    rows: list[range] | None = None,
+    columns: range | None = None,
+) -> None:
+    """Copy the tensors `parts` into `target`, one below the other.
+
+    rows: of that stack, in order, if not all are wanted. columns: likewise.
+    """
+    start = at = 0  # rows of the stack, and of the target
+    for name, shape in parts.items():
+        end = start + shape[0]
+        for wanted in rows or [range(start, end)]:
+            mine = range(max(wanted.start, start) - start, min(wanted.stop, end) - start)
+            for piece in checkpoint.slices(name, mine, columns):
+                place = target[at : at + len(piece)]
+                place.copy_(piece)
+                _check_finite(checkpoint, name, place)
+                at += len(piece)
+        start = end
 
 
 def _matrix(
@@ -121,7 +149,7 @@ def _matrix(
             own_grid = Grid(*(torch.cat(field).to(device) for field in fields))
             return weights_only(own_grid, linear.bias)
     weight = torch.empty(linear.weight.shape)
-    _fill(checkpoint, weight, parts)
+    fill(checkpoint, weight, parts)
     return weights_only(on_grid(ours, weight.to(device), scheme), linear.bias)
 
 

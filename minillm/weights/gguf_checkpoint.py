@@ -161,15 +161,19 @@ class GGUFCheckpoint:
         D = self.config.d_head
         return rows.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).reshape(rows.shape)
 
-    def slices(self, name: str) -> Iterator[tuple[int, Tensor]]:
+    def slices(
+        self, name: str, rows: range | None = None, columns: range | None = None
+    ) -> Iterator[Tensor]:
         shape, gguf_name = self.shapes[name], self._names[name]
-        n_rows, width = shape if len(shape) > 1 else (1, shape[0])
+        rows = range(shape[0]) if rows is None else rows
+        every = slice(None) if columns is None else slice(columns.start, columns.stop)
+        if len(shape) == 1:
+            yield self._unpermuted(name, self._read(gguf_name, 0, 1)[0])[rows.start : rows.stop]
+            return
         # Dequantizing needs several temporaries of the slice's size.
-        step = max(1, SLICE_BYTES // (16 * width))
+        step = max(1, SLICE_BYTES // (16 * shape[1]))
         if "self_attn" in name:
             step = max(1, step // self.config.d_head) * self.config.d_head  # whole heads
-        for first in range(0, n_rows, step):
-            rows = self._read(gguf_name, first, min(step, n_rows - first))
-            if len(shape) == 1:
-                rows = rows[0]
-            yield first, self._unpermuted(name, rows)
+        for first in range(rows.start, rows.stop, step):
+            piece = self._read(gguf_name, first, min(step, rows.stop - first))
+            yield self._unpermuted(name, piece)[:, every]

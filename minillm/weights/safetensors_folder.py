@@ -59,8 +59,11 @@ class SafetensorsFolder:
     def grid(self, name: str) -> None:
         return None  # these folders hold floating-point numbers
 
-    def slices(self, name: str) -> Iterator[tuple[int, Tensor]]:
+    def slices(
+        self, name: str, rows: range | None = None, columns: range | None = None
+    ) -> Iterator[Tensor]:
         shape, path = self.shapes[name], self._path[name]
+        rows = range(shape[0]) if rows is None else rows
         n_rows = max(1, SLICE_BYTES // (4 * math.prod(shape[1:])))
         # A file is mapped into memory while it is open, and the pages that were read count as
         # ours. Opening it anew now and then keeps them few; doing so for every tensor would read
@@ -70,10 +73,15 @@ class SafetensorsFolder:
         if path not in self._files:
             self._files[path] = self._open(path, framework="pt")
         tensor = self._files[path].get_slice(name)
-        for first in range(0, shape[0], n_rows):
-            rows = tensor[first : first + n_rows]
-            self._n_read += rows.nbytes
-            yield first, rows
+        for first in range(rows.start, rows.stop, n_rows):
+            wanted = slice(first, min(first + n_rows, rows.stop))
+            if columns is None:
+                piece = tensor[wanted]
+            else:
+                piece = tensor[wanted, columns.start : columns.stop]
+            # With some columns the pages of the others come along.
+            self._n_read += piece.nbytes // piece[:1].numel() * math.prod(shape[1:])
+            yield piece
 
 
 def _files(folder: Path) -> list[Path]:

@@ -1,0 +1,131 @@
+"""Loading by shard: a rank reads and keeps only its own part of a checkpoint.
+
+Sources: the safetensors format, whose header says where each tensor's rows lie.
+Cost: of N bytes of weights each of p ranks reads and holds about N / p, and a slice of 16 MiB.
+
+The model is built on PyTorch's meta device, which has shapes and no numbers, and cut there as
+`tensor_parallel` and `pipeline_parallel` cut any model. What is left gets memory, and is read. A
+GGUF file's columns are cut from its rows after these are read.
+Not here: formats of fewer bits. Load the whole model in one of them, and cut it.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from minillm.checks import check_whole
+from minillm.devices import device_and_dtype
+from minillm.model import Decoder
+from minillm.parallel.collectives import Group, world_size
+from minillm.parallel.pipeline import Stage, check_grid
+from minillm.parallel.plan import Plan, check_size, part
+from minillm.parallel.tensor import shard
+from minillm.tokenizer import Tokenizer
+from minillm.weights import opened, parameter_sources
+from minillm.weights.build import Checkpoint, empty_model, fill
+
+
+def load_tensor_parallel(
+    source: str | Path | None = None,
+    *,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    sequence_parallel: bool = False,
+) -> tuple[Decoder, Tokenizer | None]:
+    """This rank's part of a checkpoint, as `tensor_parallel` makes it of a whole model.
+
+    source, device and dtype: as in `minillm.load`, but for int8 and int4. Every rank calls it
+    alike, inside torchrun. Errors as in `minillm.load` and `tensor_parallel`.
+    """
+    device, dtype = _plain(device, dtype)
+    with opened(source) as (checkpoint, tokenizer):
+        check_size(checkpoint.config, world_size())
+        model = empty_model(checkpoint, dtype)
+        group = Group.sharing(model)
+        part_of_it = shard(model, group, sequence_parallel=sequence_parallel)
+        _read(checkpoint, part_of_it, device, Plan(model.config, group.size, group.rank), 0)
+    return part_of_it, tokenizer
+
+
+def load_pipeline(
+    source: str | Path | None = None,
+    *,
+    n_microbatches: int,
+    tp: int = 1,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    sequence_parallel: bool = False,
+) -> tuple[Stage, Tokenizer | None]:
+    """This rank's stage of a checkpoint, as `pipeline_parallel` makes it of a whole model.
+
+    The other arguments and the errors: `load_tensor_parallel`.
+    """
+    device, dtype = _plain(device, dtype)
+    check_whole("n_microbatches", n_microbatches)
+    with opened(source) as (checkpoint, tokenizer):
+        model = empty_model(checkpoint, dtype)
+        n_stages = check_grid(model, tp)
+        Group.sharing(model)
+        across, along = Group.grid(n_stages)
+        plan = Plan(model.config, tp, across.rank)
+        if tp > 1:
+            model = shard(model, across, sequence_parallel=sequence_parallel)
+        stage = Stage(model, along, n_microbatches)
+        first = part(len(model.layers), n_stages, along.rank).start
+        _read(checkpoint, stage.model, device, plan, first)
+    return stage, tokenizer
+
+
+def _plain(
+    device: str | torch.device, dtype: str | torch.dtype
+) -> tuple[torch.device, torch.dtype]:
+    if dtype in ("int8", "int4"):
+        raise ValueError(
+            f"dtype is {dtype!r}, and shards are read in float32, float16 or bfloat16; load the "
+            "whole model with minillm.load, and give it to tensor_parallel."
+        )
+    return device_and_dtype(device, dtype)
+
+
+def _read(
+    checkpoint: Checkpoint, model: Decoder, device: torch.device, plan: Plan, first_layer: int
+) -> None:
+    """Memory and numbers for all that is on the meta device.
+
+    first_layer: of the checkpoint, that is the model's layer 0.
+    """
+    sources = parameter_sources(checkpoint.config)
+    read: dict[int, nn.Parameter] = {}  # by the id of what is replaced: tied matrices once
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in read:
+                numbers = torch.empty_like(parameter, device=device)
+                _read_one(
+                    checkpoint, sources, _origin(f"{path}.{name}", first_layer), numbers, plan
+                )
+                read[id(parameter)] = nn.Parameter(numbers, requires_grad=False)
+            module._parameters[name] = read[id(parameter)]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+    model.eval()
+
+
+def _origin(path: str, first_layer: int) -> str:
+    """The name of a parameter in the whole model; those that wrap a module call it `inner`."""
+    names = [name for name in path.split(".") if name not in ("", "inner")]
+    if names[0] == "layers":
+        names[1] = str(first_layer + int(names[1]))
+    return ".".join(names)
+
+
+def _read_one(
+    checkpoint: Checkpoint, sources: dict, origin: str, numbers: Tensor, plan: Plan
+) -> None:
+    parts = sources.get(origin) or sources["embed.weight"]  # the head may be tied
+    owner, _, kind = origin.rpartition(".")
+    matrix = owner.rpartition(".")[2]
+    columns = plan.columns(matrix) if kind == "weight" else None
+    fill(checkpoint, numbers, parts, plan.rows(matrix), columns)

@@ -1,0 +1,101 @@
+"""An engine on several ranks: rank 0 schedules, the others compute what it says.
+
+Sources: Yu et al. 2022 (Orca), section 4.2: the scheduler's process tells the workers what each
+step holds. vLLM does the same.
+Cost: a message of some hundred bytes to every rank before each step.
+
+Requests come to rank 0 alone. Each step's plan goes to the others, which have the same blocks, and
+run the same pass; its collectives are those of the model. So whatever only rank 0 knows, the
+requests, the clock, a drafter's guesses, cannot part the ranks.
+Not here: CUDA graphs, whose replay has no room for collectives over gloo.
+"""
+
+import datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minillm.blocks import BlockTable
+from minillm.engine import Engine
+from minillm.engine_config import EngineConfig
+from minillm.model import Decoder
+from minillm.paged import PagedKVCache
+from minillm.parallel.collectives import Group
+from minillm.quantized_kv import rows_for
+from minillm.request import Request
+from minillm.scheduler import StepPlan, Work
+from minillm.steps import forward
+
+IDLE = datetime.timedelta(days=1)
+"""How long ranks wait for the next step. That a rank is gone is noticed at once all the same."""
+
+
+def shared_engine(model: Decoder, config: EngineConfig) -> "LeadingEngine | None":
+    """On rank 0 an engine; on the others None, when that engine is closed.
+
+        engine = shared_engine(tensor_parallel(model), EngineConfig(n_blocks=256))
+        if engine is not None:
+            with engine:
+                engine.submit(prompt, 64)
+                completions = engine.run()
+
+    model: from `tensor_parallel`, or a stage's. Every rank calls it with the same config, but for
+    the drafter, which only rank 0 needs.
+    ValueError for cuda_graphs, and for a drafter that reads the target's states.
+    """
+    if config.cuda_graphs:
+        raise ValueError("cuda_graphs is for one rank; leave it off.")
+    if getattr(config.drafter, "uses_states", False):
+        raise ValueError(
+            f"A {type(config.drafter).__name__} multiplies with the target's own head, of which "
+            "each rank has a part; take a drafter that needs only the tokens."
+        )
+    Group.sharing(model)
+    control = dist.new_group(backend="gloo", timeout=IDLE)
+    if dist.get_rank() == 0:
+        return LeadingEngine(model, config, control)
+    _follow(model, config, control)
+    return None
+
+
+class LeadingEngine(Engine):
+    """Rank 0's engine: it tells the other ranks about each step. Use it in a `with` block."""
+
+    def __init__(self, model: Decoder, config: EngineConfig, control: dist.ProcessGroup):
+        super().__init__(model, config)
+        self._control = control
+
+    def forward(self, plan: StepPlan, *rest: Any) -> tuple:
+        work = [
+            (w.tokens, w.request.table.blocks, w.request.table.n_tokens, w.n_logits)
+            for w in plan.work
+        ]
+        dist.broadcast_object_list([(work, plan.copies)], 0, group=self._control)
+        return forward(plan, *rest)
+
+    def __enter__(self) -> "LeadingEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The other ranks go on after `shared_engine`."""
+        dist.broadcast_object_list([None], 0, group=self._control)
+
+
+@torch.inference_mode()
+def _follow(model: Decoder, config: EngineConfig, control: dist.ProcessGroup) -> None:
+    rows = rows_for(config.kv_dtype, None)
+    cache = PagedKVCache(
+        model, config.n_blocks, config.block_size, backend=config.backend, rows=rows
+    )
+    while True:
+        told: list[Any] = [None]
+        dist.broadcast_object_list(told, 0, group=control)
+        if told[0] is None:
+            return
+        work, copies = told[0]
+        plan = StepPlan([], copies)
+        for tokens, blocks, n_tokens, n_logits in work:
+            request = Request(0, [], 1, table=BlockTable(blocks, n_tokens))
+            plan.work.append(Work(request, tokens, n_logits, False))
+        forward(plan, model, cache, None)
