@@ -24,6 +24,7 @@ from minillm import (
 from minillm.costs import decode_bytes
 from minillm.grid import to_int4
 from minillm.hardware import Hardware
+from minillm.parallel.__main__ import main
 from minillm.parallel.loading import load_tensor_parallel
 from minillm.parallel.plan import Plan, bubble_share, fitting_sizes, part
 from minillm.parallel.serving import shared_engine
@@ -93,6 +94,17 @@ def test_the_command():
     model, tokenizer = load(dtype="float32")
     alone = tokenizer.decode(generate(model, tokenizer.encode(prompt), n))
     assert done.stdout.startswith(alone) and "3 ranks; rank 0 sent" in done.stdout
+
+
+def test_the_command_refuses(capsys, default_path):
+    for given, said in (
+        (["--tp", "2"], "2 ranks cannot share the 9 query heads and 3 key/value heads"),
+        (["--pp", "31"], "31 ranks cannot share 30 layers"),
+        (["--tp", "0"], "--tp is 0; it must be a whole number, 1 or more"),
+        (["--tp", "3", "--model", "no/where/here"], "does not exist"),
+    ):
+        assert main(["generate", *given, "hi"]) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow

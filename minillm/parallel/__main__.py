@@ -42,11 +42,24 @@ def main(arguments: list[str] | None = None) -> int:
         if inside_torchrun():
             _rank(options, size)
             return 0
+        _check(options)
         run = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}"]
         return subprocess.run([*run, "-m", "minillm.parallel", *arguments], check=False).returncode
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         print(f"minillm: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
+
+
+def _check(options: argparse.Namespace) -> None:
+    """ValueError, before any rank is started, for numbers that the model does not allow."""
+    from minillm.parallel.plan import check_size, check_stages
+    from minillm.weights import opened
+
+    with opened(options.model) as (checkpoint, tokenizer):
+        check_size(checkpoint.config, options.tp)
+        check_stages(checkpoint.config.n_layers, options.pp)
+    if tokenizer is None:
+        raise ValueError("The model's folder has no tokenizer; give one that has.")
 
 
 def _rank(options: argparse.Namespace, size: int) -> None:
@@ -68,8 +81,6 @@ def _rank(options: argparse.Namespace, size: int) -> None:
     else:
         model, tokenizer = load_tensor_parallel(options.model, **ways)
         groups = [model.group]
-    if tokenizer is None:
-        raise ValueError("The model's folder has no tokenizer; give one that has.")
     is_first = os.environ["RANK"] == "0"
     stream = tokenizer.stream()
 
