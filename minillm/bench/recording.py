@@ -20,10 +20,14 @@ Repeats = dict[str, list[float]]
 
 
 def hardware_label(device: torch.device) -> str:
-    """Short name for file names and tables: "nvidia-h200", or "cpu-2-threads"."""
+    """Short name for file names and tables: "nvidia-h200", "cpu-2-threads", or with "-amx".
+
+    AMX: matrix units, in Intel's CPUs since 2023, which change what a format costs.
+    """
     on_gpu = device.type == "cuda"
-    threads = torch.get_num_threads()
-    name = torch.cuda.get_device_name(device) if on_gpu else f"cpu {threads} threads"
+    amx = " amx" if torch.cpu._is_amx_tile_supported() else ""
+    on_cpu = f"cpu {torch.get_num_threads()} threads{amx}"
+    name = torch.cuda.get_device_name(device) if on_gpu else on_cpu
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 

@@ -3,7 +3,7 @@
 It starts torchrun on itself. For several machines start torchrun on each of them:
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
-        -m minillm.parallel generate --tp 16 --model FOLDER "…"
+        -m minillm.parallel generate --tp 8 --pp 2 --model FOLDER "…"
 """
 
 import argparse
@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 from minillm.checks import check_whole
-from minillm.parallel.collectives import inside_torchrun, world_size
+from minillm.parallel.collectives import inside_torchrun, own_device, started, world_size
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,12 +75,15 @@ def _rank(options: argparse.Namespace, size: int) -> None:
         stage, tokenizer = load_pipeline(options.model, n_microbatches=1, tp=options.tp, **ways)
         model, groups = stage.model, [stage.group, getattr(stage.model, "group", None)]
     elif options.dtype in ("int8", "int4"):  # cut as they are stored
-        model, tokenizer = load(options.model, dtype=options.dtype)
+        started()
+        model, tokenizer = load(options.model, device=own_device(), dtype=options.dtype)
         model = tensor_parallel(model, sequence_parallel=options.sequence_parallel)
         groups = [model.group]
     else:
         model, tokenizer = load_tensor_parallel(options.model, **ways)
         groups = [model.group]
+    if tokenizer is None:
+        raise ValueError("The model's folder has no tokenizer; give one that has.")
     is_first = os.environ["RANK"] == "0"
     stream = tokenizer.stream()
 

@@ -18,12 +18,13 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from minillm.model import Decoder
 
 TIMEOUT = datetime.timedelta(seconds=50)
-"""A collective that takes longer fails: some rank is gone."""
+"""A collective that takes longer fails: some rank hangs. One that is gone is noticed at once."""
+PATIENCE = datetime.timedelta(days=1)
+"""Where ranks may wait long for good reasons: for a file to be read, for the next request."""
 
 
 def started() -> None:
@@ -38,15 +39,27 @@ def started() -> None:
             "This process was not started by torchrun; start torchrun --nproc-per-node N, or "
             "python -m minillm.parallel."
         )
-    if _device_type() == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "nccl" if _device_type() == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=TIMEOUT)
+    if (device := own_device()).type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(_backend(), timeout=TIMEOUT)
     atexit.register(_left)
 
 
-def _device_type() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def own_device() -> torch.device:
+    """This rank's GPU; the CPU where there are fewer GPUs than ranks on this machine."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if torch.cuda.is_available() and torch.cuda.device_count() >= here:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if own_device().type == "cuda" else "gloo"
+
+
+def patient_group(ranks: list[int] | None = None) -> "dist.ProcessGroup":
+    """A group for messages on the CPU that may be long in coming; all ranks must ask for it."""
+    return dist.new_group(ranks, backend="gloo", timeout=PATIENCE)
 
 
 def _left() -> None:
@@ -72,7 +85,7 @@ class Group:
     """
 
     def __init__(self, group: "dist.ProcessGroup | None" = None):
-        self._group = group
+        self.process_group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.calls: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
@@ -82,19 +95,19 @@ class Group:
 
     def global_rank(self, rank: int) -> int:
         """The number that this group's `rank` has among all ranks."""
-        return dist.get_global_rank(self._group or dist.group.WORLD, rank)
+        return dist.get_global_rank(self.process_group or dist.group.WORLD, rank)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of everyone's x, in x."""
         self.note("all_reduce", 2 * x.nbytes * (self.size - 1) / self.size)
-        dist.all_reduce(x, group=self._group)
+        dist.all_reduce(x, group=self.process_group)
         return x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """Everyone's x, all of one shape, one after another along `dim`."""
         self.note("all_gather", x.nbytes * (self.size - 1))
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self._group)
+        dist.all_gather(parts, x.contiguous(), group=self.process_group)
         return torch.cat(parts, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
@@ -102,19 +115,19 @@ class Group:
         self.note("reduce_scatter", x.nbytes * (self.size - 1) / self.size)
         parts = [part.contiguous() for part in x.chunk(self.size, dim)]
         mine = torch.empty_like(parts[0])
-        dist.reduce_scatter(mine, parts, group=self._group)
+        dist.reduce_scatter(mine, parts, group=self.process_group)
         return mine
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """The source's x, in everyone's x."""
         self.note("broadcast", x.nbytes if self.rank == source else 0)
-        dist.broadcast(x, self.global_rank(source), group=self._group)
+        dist.broadcast(x, self.global_rank(source), group=self.process_group)
         return x
 
     def same_everywhere(self, what: str, value: str) -> None:
         """ValueError, on all ranks, if some rank's value is not that of rank 0."""
         values: list[str] = [""] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self.process_group)
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise ValueError(
@@ -123,11 +136,20 @@ class Group:
                 )
 
     @classmethod
-    def sharing(cls, model: Decoder) -> "Group":
-        """All ranks; ValueError, on all of them, if their models differ in config or dtype."""
+    def sharing(cls, model: Decoder, **settings: object) -> "Group":
+        """All ranks; ValueError on all if their models' configs or dtypes, or settings, differ.
+
+        ValueError for a model on another GPU than this rank's.
+        """
         started()
+        if model.device.type == "cuda" and model.device != own_device():
+            raise ValueError(
+                f"The model lies on {model.device}, and this rank computes on {own_device()}; "
+                "load it there, or read only this rank's part with minillm.parallel.loading."
+            )
         group = cls()
         group.same_everywhere("model", f"{model.config}, {model.dtype}")
+        group.same_everywhere("setting", f"{settings}")
         return group
 
     @classmethod
@@ -136,9 +158,12 @@ class Group:
 
         Neighbours in a row are neighbours in number, so they share a machine if any ranks do.
         """
-        n = dist.get_world_size() // rows
-        mesh = init_device_mesh(_device_type(), (rows, n), mesh_dim_names=("column", "row"))
-        return cls(mesh.get_group("row")), cls(mesh.get_group("column"))
+        size, rank = dist.get_world_size(), dist.get_rank()
+        n = size // rows
+        of_rows = [list(range(row * n, (row + 1) * n)) for row in range(rows)]
+        of_columns = [list(range(column, size, n)) for column in range(n)]
+        groups = [dist.new_group(ranks, timeout=TIMEOUT) for ranks in of_rows + of_columns]
+        return cls(groups[rank // n]), cls(groups[rows + rank % n])
 
     def note(self, name: str, sent: float) -> None:
         """Count a call and what this rank sends in it."""

@@ -12,12 +12,19 @@ Not here: formats of fewer bits. Load the whole model in one of them, and cut it
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from minillm.checks import check_whole
 from minillm.devices import device_and_dtype
 from minillm.model import Decoder
-from minillm.parallel.collectives import Group, world_size
+from minillm.parallel.collectives import (
+    Group,
+    inside_torchrun,
+    own_device,
+    patient_group,
+    world_size,
+)
 from minillm.parallel.pipeline import Stage, check_grid
 from minillm.parallel.plan import Plan, check_size, part
 from minillm.parallel.tensor import shard
@@ -42,9 +49,10 @@ def load_tensor_parallel(
     with opened(source) as (checkpoint, tokenizer):
         check_size(checkpoint.config, world_size())
         model = empty_model(checkpoint, dtype)
-        group = Group.sharing(model)
+        group = Group.sharing(model, sequence_parallel=sequence_parallel)
         part_of_it = shard(model, group, sequence_parallel=sequence_parallel)
         _read(checkpoint, part_of_it, device, Plan(model.config, group.size, group.rank), 0)
+    dist.barrier(patient_group())
     return part_of_it, tokenizer
 
 
@@ -63,10 +71,11 @@ def load_pipeline(
     """
     device, dtype = _plain(device, dtype)
     check_whole("n_microbatches", n_microbatches)
+    settings = {"tp": tp, "sequence_parallel": sequence_parallel, "n_microbatches": n_microbatches}
     with opened(source) as (checkpoint, tokenizer):
         model = empty_model(checkpoint, dtype)
         n_stages = check_grid(model, tp)
-        Group.sharing(model)
+        Group.sharing(model, **settings)
         across, along = Group.grid(n_stages)
         plan = Plan(model.config, tp, across.rank)
         if tp > 1:
@@ -74,6 +83,7 @@ def load_pipeline(
         stage = Stage(model, along, n_microbatches)
         first = part(len(model.layers), n_stages, along.rank).start
         _read(checkpoint, stage.model, device, plan, first)
+    dist.barrier(patient_group())
     return stage, tokenizer
 
 
@@ -83,8 +93,10 @@ def _plain(
     if dtype in ("int8", "int4"):
         raise ValueError(
             f"dtype is {dtype!r}, and shards are read in float32, float16 or bfloat16; load the "
-            "whole model with minillm.load, and give it to tensor_parallel."
+            "whole model with minillm.load, and give it to tensor_parallel or pipeline_parallel."
         )
+    if device == "auto" and inside_torchrun():
+        device = own_device()
     return device_and_dtype(device, dtype)
 
 

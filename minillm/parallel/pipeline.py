@@ -25,7 +25,7 @@ from minillm.checks import check_whole
 from minillm.generate import check_request
 from minillm.kv_cache import KVCache
 from minillm.model import Decoder, Layer
-from minillm.parallel.collectives import Group, world_size
+from minillm.parallel.collectives import Group, patient_group, world_size
 from minillm.parallel.plan import check_size, check_stages, part
 from minillm.parallel.tensor import Sequence, check_matrices, shard
 
@@ -107,43 +107,54 @@ class Stage:
         return tokens.tensor_split(self.n_microbatches)
 
     def _note(self, microbatch: int) -> None:
-        self.spans.append(Span(microbatch, self._wire.began, time.perf_counter()))
+        self.spans.append(Span(microbatch, self._wire.began, _now(self.model.device)))
+
+
+def _now(device: torch.device) -> float:
+    """The time, once a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 class Wire:
-    """From one rank to the next: sending does not wait, receiving does."""
+    """From one rank to the next: sending does not wait, receiving does. (NCCL may differ.)"""
 
     def __init__(self, group: Group):
         self.group = group
         self.is_first, self.is_last = group.rank == 0, group.rank == group.size - 1
         self.began = 0.0  # when the last input was there
+        self._back = patient_group()  # the tokens' way, so that they cannot meet what goes forth
         self._sending: list[tuple[dist.Work, Tensor]] = []  # tensors must live until they are sent
 
     def send(self, x: Tensor) -> None:
         """To the next rank."""
-        self._send(x, self.group.rank + 1)
+        self._send(x.contiguous(), self.group.rank + 1, self.group.process_group)
 
     def receive(self, x: Tensor) -> Tensor:
         """From the rank before, into x."""
-        dist.recv(x, self.group.global_rank(self.group.rank - 1))
-        self.began = time.perf_counter()
+        rank = self.group.global_rank(self.group.rank - 1)
+        dist.recv(x, rank, group=self.group.process_group)
+        self.began = _now(x.device)
         return x
 
     def send_token(self, tokens: Tensor) -> None:
         """From the last rank to the first."""
         if self.group.size > 1:
-            self._send(tokens, 0)
+            self._send(tokens.cpu(), 0, self._back)
 
     def receive_token(self, tokens: Tensor) -> Tensor:
-        if self.group.size > 1:
-            dist.recv(tokens, self.group.global_rank(self.group.size - 1))
-        return tokens
+        if self.group.size == 1:
+            return tokens
+        found = tokens.cpu()
+        dist.recv(found, self.group.global_rank(self.group.size - 1), group=self._back)
+        return found.to(tokens.device)
 
-    def _send(self, x: Tensor, rank: int) -> None:
-        x = x.contiguous()
+    def _send(self, x: Tensor, rank: int, group: "dist.ProcessGroup | None") -> None:
         self.group.note("send", x.nbytes)
         self._sending = [(work, t) for work, t in self._sending if not work.is_completed()]
-        self._sending.append((dist.isend(x, self.group.global_rank(rank)), x))
+        work = dist.isend(x, self.group.global_rank(rank), group=group)
+        self._sending.append((work, x))
 
     def flush(self) -> None:
         """Wait until all is sent."""
@@ -163,8 +174,7 @@ class Received(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         B, T = tokens.shape
-        if self._sequence is not None:
-            T = -(-T // self._sequence.group.size)
+        T = T if self._sequence is None else self._sequence.own_length
         return self._wire.receive(self._like.new_empty(B, T, self._width))
 
 
@@ -176,7 +186,7 @@ class Embedded(nn.Module):
         self.inner, self._wire = embed, wire
 
     def forward(self, tokens: Tensor) -> Tensor:
-        self._wire.began = time.perf_counter()
+        self._wire.began = _now(tokens.device)
         return self.inner(tokens)
 
 
@@ -222,7 +232,8 @@ def pipeline_parallel(
     """
     n_stages = check_grid(model, tp)
     check_whole("n_microbatches", n_microbatches)
-    Group.sharing(model)
+    settings = {"tp": tp, "sequence_parallel": sequence_parallel, "n_microbatches": n_microbatches}
+    Group.sharing(model, **settings)
     across, along = Group.grid(n_stages)
     if tp > 1:
         model = shard(model, across, sequence_parallel=sequence_parallel)

@@ -1,6 +1,6 @@
 """An engine on several ranks: rank 0 schedules, the others compute what it says.
 
-Sources: Yu et al. 2022 (Orca), section 4.2: the scheduler's process tells the workers what each
+Sources: Yu et al. 2022 (Orca), section 4: the scheduler's process tells the workers what each
 step holds. vLLM does the same.
 Cost: a message of some hundred bytes to every rank before each step.
 
@@ -10,7 +10,6 @@ requests, the clock, a drafter's guesses, cannot part the ranks.
 Not here: CUDA graphs, whose replay has no room for collectives over gloo.
 """
 
-import datetime
 from typing import Any
 
 import torch
@@ -21,14 +20,11 @@ from minillm.engine import Engine
 from minillm.engine_config import EngineConfig
 from minillm.model import Decoder
 from minillm.paged import PagedKVCache
-from minillm.parallel.collectives import Group
+from minillm.parallel.collectives import Group, patient_group
 from minillm.quantized_kv import rows_for
 from minillm.request import Request
 from minillm.scheduler import StepPlan, Work
 from minillm.steps import forward
-
-IDLE = datetime.timedelta(days=1)
-"""How long ranks wait for the next step. That a rank is gone is noticed at once all the same."""
 
 
 def shared_engine(model: Decoder, config: EngineConfig) -> "LeadingEngine | None":
@@ -52,7 +48,7 @@ def shared_engine(model: Decoder, config: EngineConfig) -> "LeadingEngine | None
             "each rank has a part; take a drafter that needs only the tokens."
         )
     Group.sharing(model)
-    control = dist.new_group(backend="gloo", timeout=IDLE)
+    control = patient_group()
     if dist.get_rank() == 0:
         return LeadingEngine(model, config, control)
     _follow(model, config, control)
@@ -64,22 +60,28 @@ class LeadingEngine(Engine):
 
     def __init__(self, model: Decoder, config: EngineConfig, control: dist.ProcessGroup):
         super().__init__(model, config)
-        self._control = control
+        self._control, self._broken = control, False
 
     def forward(self, plan: StepPlan, *rest: Any) -> tuple:
         work = [
             (w.tokens, w.request.table.blocks, w.request.table.n_tokens, w.n_logits)
             for w in plan.work
         ]
+        if self._broken:
+            raise RuntimeError("A step has failed on this rank alone; start all ranks again.")
+        self._broken = True  # unless the pass comes to its end, as the others' will
         dist.broadcast_object_list([(work, plan.copies)], 0, group=self._control)
-        return forward(plan, *rest)
+        computed = forward(plan, *rest)
+        self._broken = False
+        return computed
 
     def __enter__(self) -> "LeadingEngine":
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The other ranks go on after `shared_engine`."""
-        dist.broadcast_object_list([None], 0, group=self._control)
+        """The other ranks go on after `shared_engine`; after a failed step they wait in vain."""
+        if not self._broken:
+            dist.broadcast_object_list([None], 0, group=self._control)
 
 
 @torch.inference_mode()

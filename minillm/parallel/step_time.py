@@ -1,17 +1,18 @@
 """How long a step takes on several GPUs: arithmetic or memory, and what the ranks tell each other.
 
-Sources: Pope et al. 2022, section 3.1, for the parts; for the latencies NCCL's own cost model,
-src/tuning/cost_model.cc and ring.cc (2026; the ring's numbers are those of NCCL 2.20); bandwidths
-at each link.
+Sources: Pope et al. 2022, section 3.1, for the parts; NCCL's own cost model for the messages,
+src/tuning/cost_model.cc and ring.cc (2026; the latencies are those of NCCL 2.20); bandwidths at
+each link.
 Cost: of an all-reduce of n bytes over p ranks in a ring, with 2 (p - 1) steps from neighbour to
 neighbour:
 
     seconds = start + 2 (p - 1) hop + 2 n (p - 1) / (p bandwidth)
 
-In decoding n is small, and what counts is how many steps there are; in a prefill it is the bytes.
-Nothing here is measured: it is a prediction for machines that are described by their makers.
-Not here: communication that overlaps with arithmetic; trees and switches that add up by themselves,
-which NCCL takes where they are faster, so its times may be shorter.
+In decoding a few tokens n is small, and what counts is how many steps there are; otherwise it is
+the bytes. Nothing here is measured: it is a prediction for machines as their makers describe them,
+with arithmetic and memory at their peaks, so rather too short.
+Not here: messages that overlap with arithmetic; trees, and switches that do the adding, which NCCL
+takes where they are faster; the way of logits and tokens back to the first stage of a pipeline.
 """
 
 from dataclasses import dataclass
@@ -20,43 +21,44 @@ from typing import Any
 from minillm.checks import check_whole
 from minillm.config import ModelConfig
 from minillm.costs import (
-    decode_flops,
+    attention_flops,
     dtype_bits,
     kv_cache_bytes,
-    prefill_flops,
+    matmul_params,
     weight_read_bytes,
 )
 from minillm.hardware import GB, Hardware, roofline_seconds
 from minillm.parallel.plan import check_size
 
-START = 6.6e-6
-"""Seconds until the first byte of a collective is under way (NCCL, ring, protocol LL)."""
+MICROSECOND = 1e-6
+PROTOCOLS = {"LL": (6.6, 0.5, 1.0), "LL128": (14.0, 0.92, 1.0), "Simple": (8.4, 1.0, 3.0)}
+"""How NCCL may send: µs until the first byte is under way, the share of the link's bandwidth that
+is left for the numbers, and the least µs of a hop as soon as several machines take part."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """From one GPU to another: bytes/s one way, and seconds for a small message."""
+    """From one GPU to another: bytes/s one way, and µs of a hop in each of `PROTOCOLS`."""
 
     name: str
     bandwidth: float
-    hop: float
+    hops: tuple[float, float, float]
     source: str
 
 
-_HOPS = "hop from NCCL's table for the ring and LL"
+NVLINK, PCI, NET = (0.6, 1.9, 3.4), (1.0, 2.5, 5.7), (2.7, 4.0, 14.0)
 LINKS: dict[str, Link] = {
     link.name: link
     for link in (
-        Link("nvlink-3", 300 * GB, 0.6e-6,
-             f"NVIDIA A100 architecture whitepaper: 12 links of 25 GB/s a way; {_HOPS}"),
-        Link("nvlink-4", 450 * GB, 0.6e-6,
-             f"NVIDIA H100 architecture whitepaper, 2023: 18 links of 25 GB/s a way; {_HOPS}"),
-        Link("pcie-5", 64 * GB, 1.0e-6,
-             f"NVIDIA H100 architecture whitepaper, 2023: Gen5 x16, 64 GB/s a way; {_HOPS}"),
-        Link("infiniband-ndr", 50 * GB, 2.7e-6,
-             f"ConnectX-7: 400 Gb/s, one port a GPU in a DGX H100; {_HOPS}"),
-        Link("ethernet-100", 12.5 * GB, 2.7e-6,
-             f"100 Gb/s for each GPU; {_HOPS}, which is for InfiniBand: Ethernet's is longer"),
+        Link("nvlink-3", 300 * GB, NVLINK,
+             "NVIDIA A100 architecture whitepaper: 12 links of 25 GB/s a way"),
+        Link("nvlink-4", 450 * GB, NVLINK,
+             "NVIDIA H100 architecture whitepaper, 2023: 18 links of 25 GB/s a way"),
+        Link("pcie-5", 64 * GB, PCI,
+             "NVIDIA H100 architecture whitepaper, 2023: Gen5 x16, 64 GB/s a way"),
+        Link("infiniband-ndr", 50 * GB, NET, "ConnectX-7: 400 Gb/s, one port a GPU in a DGX H100"),
+        Link("ethernet-100", 12.5 * GB, NET,
+             "100 Gb/s for each GPU; the hops are InfiniBand's, Ethernet's are longer"),
     )
 }  # fmt: skip
 
@@ -76,21 +78,36 @@ class Cluster:
             if name not in LINKS:
                 raise ValueError(f"There is no link {name!r}; choose one of {', '.join(LINKS)}.")
 
-    def ring(self, n_ranks: int, n_bytes: float, rounds: int) -> "tuple[float, float]":
-        """(seconds of waiting, seconds of transfer) of a collective of n bytes in all.
+    def ring(self, n_ranks: int, n_bytes: float, rounds: int) -> tuple[float, float]:
+        """(seconds of latency, seconds of transfer) of a collective of n bytes in all.
 
-        rounds: how often a ring goes round: 2 for an all-reduce, 1 for the others.
+        rounds: how often a ring goes round: 2 for an all-reduce, 1 for the others. The protocol is
+        the one that takes the shortest time.
         """
         if n_ranks == 1:
             return 0.0, 0.0
         nodes = -(-n_ranks // self.per_node)
         inside, between = LINKS[self.inside], LINKS[self.between]
         outer = rounds * (nodes - 1)
-        hops = (rounds * (n_ranks - 1) - outer) * inside.hop + outer * between.hop
+        inner = rounds * (n_ranks - 1) - outer
         # Each GPU of a node starts a ring of its own, so a node's ports work at the same time.
         ports = self.per_node * between.bandwidth
         bandwidth = inside.bandwidth if nodes == 1 else min(inside.bandwidth, ports)
-        return START + hops, rounds * n_bytes * (n_ranks - 1) / n_ranks / bandwidth
+        sent = rounds * n_bytes * (n_ranks - 1) / n_ranks
+        ways = []
+        for i, (start, share, least) in enumerate(PROTOCOLS.values()):
+            hop = inside.hops[i] if nodes == 1 else max(inside.hops[i], least)
+            latency = start + inner * hop + outer * between.hops[i]
+            ways.append((latency * MICROSECOND, sent / (share * bandwidth)))
+        return min(ways, key=sum)
+
+    def send(self, n_bytes: float, n_ranks: int, n_stages: int) -> tuple[float, float]:
+        """The same for the way through all stages of a pipeline, each of `n_ranks` ranks."""
+        outer = min(n_stages, -(-n_ranks * n_stages // self.per_node)) - 1
+        borders = ((LINKS[self.inside], n_stages - 1 - outer), (LINKS[self.between], outer))
+        start = PROTOCOLS["LL"][0]
+        latency = sum(n * (start + link.hops[0]) * MICROSECOND for link, n in borders)
+        return latency, sum(n * n_bytes / link.bandwidth for link, n in borders)
 
 
 @dataclass(frozen=True)
@@ -119,35 +136,44 @@ def decode_time(
     A token goes through one stage after another, so more stages don't make it faster. They hold
     more, and work on as many other batches at the same time.
     """
-    flops = batch_size * decode_flops(config, context_len)
     cache = kv_cache_bytes(config, batch_size, context_len, dtype)
-    return _time(config, cluster, tp, pp, flops, cache, batch_size, batch_size, dtype)
+    pairs = batch_size * context_len
+    return _time(config, cluster, tp, pp, pairs, cache, batch_size, batch_size, dtype)
 
 
 def prefill_time(
     config: ModelConfig, cluster: Cluster, *, tp: int, pp: int = 1, n_tokens: int, dtype: Any
 ) -> StepTime:
     """One prompt of `n_tokens` in one pass; the rest as in `decode_time`."""
-    flops = prefill_flops(config, n_tokens, last_logits_only=True)
     cache = kv_cache_bytes(config, 1, n_tokens, dtype)
-    return _time(config, cluster, tp, pp, flops, cache, n_tokens, 1, dtype)
+    pairs = n_tokens * (n_tokens + 1) // 2
+    return _time(config, cluster, tp, pp, pairs, cache, n_tokens, 1, dtype)
 
 
 def _time(
-    config: ModelConfig, cluster: Cluster, tp: int, pp: int, flops: float, cache: float,
+    config: ModelConfig, cluster: Cluster, tp: int, pp: int, n_pairs: int, cache: float,
     n_tokens: int, n_logits: int, dtype: Any,
 ) -> StepTime:  # fmt: skip
+    """n_pairs: of queries and keys. cache: bytes that attention reads or writes."""
     check_size(config, tp)
     check_whole("pp", pp)
-    weights = weight_read_bytes(config, dtype) / tp
+    head = config.vocab_size * config.d_model
+    products = 2 * (n_tokens * (matmul_params(config) - head) + n_logits * head)
+    weights = weight_read_bytes(config, dtype)
     cache /= min(tp, config.n_kv_heads)  # ranks that share a head both have its keys
-    compute = roofline_seconds(cluster.hardware, flops / tp, weights + cache, dtype)
+    # One after the other: the products' arithmetic cannot hide behind attention's reading.
+    compute = roofline_seconds(cluster.hardware, products / tp, weights / tp, dtype)
+    pairs = attention_flops(config, n_pairs)
+    compute += roofline_seconds(cluster.hardware, pairs / tp, cache, dtype)
     size = dtype_bits(dtype) / 8
     stream = n_tokens * config.d_model * size
-    sums = 2 * config.n_layers + 1
-    wait, transfer = (sums * s for s in cluster.ring(tp, stream, 2))
-    logits = cluster.ring(tp, n_logits * config.vocab_size * size, 1)
-    link = LINKS[cluster.inside if tp * pp <= cluster.per_node else cluster.between]
-    wait += logits[0] + (pp - 1) * link.hop
-    transfer += logits[1] + (pp - 1) * stream / tp / link.bandwidth
-    return StepTime(compute, wait, transfer)
+    latency, transfer = (
+        (2 * config.n_layers + 1) * summed + logits + sent
+        for summed, logits, sent in zip(
+            cluster.ring(tp, stream, 2),
+            cluster.ring(tp, n_logits * config.vocab_size * size, 1),
+            cluster.send(stream, tp, pp),
+            strict=True,
+        )
+    )
+    return StepTime(compute, latency, transfer)

@@ -11,7 +11,8 @@ alike: the logits are the same everywhere, and so are the tokens.
 
 With sequence_parallel what is per token (residual stream, norms) is cut along the sequence: each
 rank keeps T / p of the tokens between the blocks. An all-gather before a block and a
-reduce-scatter after it take the place of the all-reduce: the same bytes, fewer numbers kept.
+reduce-scatter after it take the place of the all-reduce: the same bytes where p divides T, and
+fewer numbers kept.
 Not here: an engine on every rank with a drafter: it decides by the clock whether guesses pay, and
 the ranks' clocks may disagree. With `minillm.parallel.serving` only rank 0 decides.
 """
@@ -44,7 +45,8 @@ def tensor_parallel(model: Decoder, *, sequence_parallel: bool = False) -> Decod
     """
     check_size(model.config, world_size())
     check_matrices(model)
-    return shard(model, Group.sharing(model), sequence_parallel=sequence_parallel)
+    group = Group.sharing(model, sequence_parallel=sequence_parallel)
+    return shard(model, group, sequence_parallel=sequence_parallel)
 
 
 def shard(model: Decoder, group: Group, *, sequence_parallel: bool = False) -> Decoder:
@@ -86,17 +88,30 @@ class ShardedDecoder(Decoder):
 
 
 class Sequence:
-    """The sequence of the pass under way, cut over the ranks: T / p tokens each, rounded up."""
+    """The sequence of the pass under way, cut over the ranks: T / p tokens each, rounded up.
+
+    Fewer tokens than ranks stay whole.
+    """
 
     def __init__(self, group: Group):
         self.group, self.length = group, 0
 
+    @property
+    def own_length(self) -> int:
+        """Tokens that each rank keeps."""
+        whole = self.length < self.group.size
+        return self.length if whole else -(-self.length // self.group.size)
+
     def gathered(self, x: Tensor) -> Tensor:
         """(B, T / p, C) of each rank to (B, T, C)."""
+        if self.length < self.group.size:
+            return x
         return self.group.all_gather(x, 1)[:, : self.length]
 
     def summed(self, x: Tensor) -> Tensor:
         """The ranks' parts of a sum, (B, T, C), to this rank's part of the sequence."""
+        if self.length < self.group.size:
+            return self.group.all_reduce(x)
         missing = -x.shape[1] % self.group.size
         return self.group.reduce_scatter(F.pad(x, (0, 0, 0, missing)), 1)
 
