@@ -6,10 +6,14 @@
 # make bench    run the benchmarks and rewrite the README's tables
 # make gpu      the first ten minutes on a GPU: every kernel against its bound, results as JSON
 # make student  the learners' version of the lessons, with holes, in build/student/
+# make course   a folder for nbgrader: an assignment a lesson, in build/course/ (COURSE=FOLDER)
+# make handout  all that a learner needs, without solutions, in build/handout/ (HANDOUT=FOLDER)
 
 PYTHON ?= python3
 BIN := .venv/bin
 LESSONS := $(sort $(wildcard notebooks/*.ipynb))
+COURSE ?= build/course
+HANDOUT ?= build/handout
 # Tests run side by side, one thread each: more threads than cores slow each other down many times.
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
@@ -18,7 +22,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 # Compiled kernels are kept beside the project, so that a second run need not compile them again.
 export TRITON_CACHE_DIR := $(CURDIR)/build/triton
 
-.PHONY: setup lessons check test lint lab bench gpu student
+.PHONY: setup lessons check test lint lab bench gpu student course handout
 
 setup: .venv/ready
 
@@ -63,10 +67,29 @@ bench: setup
 gpu: setup
 	$(BIN)/python -m minillm.bench gpu
 
-# Nothing is deleted: a gradebook, submissions, and lessons that a learner has begun stay.
-student: setup
-	mkdir -p build/nbgrader/source/minillm build/student
-	cp $(LESSONS) build/nbgrader/source/minillm/
-	cd build/nbgrader && PATH="$(CURDIR)/$(BIN):$$PATH" python -m nbgrader generate_assignment minillm --create --force --course-dir=.
-	cp -n build/nbgrader/release/minillm/*.ipynb build/student/
+# One assignment a lesson. Nothing is deleted or changed that is there already: releases, a
+# gradebook, submissions, feedback, lessons that a learner has begun.
+course: setup
+	mkdir -p $(COURSE)
+	cp -n notebooks/nbgrader_config.py $(COURSE)/
+	@for lesson in $(LESSONS); do \
+	  name=$$(basename $$lesson .ipynb); \
+	  if [ ! -e $(COURSE)/release/$$name ]; then \
+	    mkdir -p $(COURSE)/source/$$name && cp -n $$lesson $(COURSE)/source/$$name/ && \
+	    (cd $(COURSE) && PATH="$(CURDIR)/$(BIN):$$PATH" python -m nbgrader \
+	      generate_assignment $$name --create --log-level=WARN) || exit 1; \
+	  fi; \
+	done
+	@echo "The course is in $(COURSE)/; notebooks/README.md says how to go on."
+
+student: course
+	mkdir -p build/student
+	cp -n $(COURSE)/release/*/*.ipynb build/student/
 	@echo "The learners' lessons are in build/student/; files that were there before are kept."
+
+handout: course
+	@test ! -e $(HANDOUT) || { echo "$(HANDOUT) is there already; move it away, or name another folder: make handout HANDOUT=FOLDER"; exit 1; }
+	mkdir -p $(HANDOUT)/notebooks
+	tar --exclude=__pycache__ -cf - minillm figures/data figures/generation.gif pyproject.toml constraints.txt environment.yml Makefile README.md LICENSE | tar -xf - -C $(HANDOUT)
+	cp $(COURSE)/release/*/*.ipynb $(HANDOUT)/notebooks/
+	@echo "$(HANDOUT)/ is what learners get; make lab opens the lessons there."

@@ -81,6 +81,8 @@ def test_readme_make_targets_exist():
         "bench",
         "gpu",
         "student",
+        "course",
+        "handout",
     }
     assert set(re.findall(r"make (\w+)", README)) <= targets
 

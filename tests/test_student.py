@@ -1,6 +1,7 @@
-"""The learners' version of a lesson, graded with nbgrader: untouched 0, solutions full marks."""
+"""A class: the course that make sets up, handed in and graded with nbgrader, and the handout."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,40 +13,85 @@ from nbgrader.api import Gradebook
 
 ROOT = Path(__file__).parent.parent
 LESSON = "01_counting_parameters"  # a short one, with several exercises
-
-pytestmark = pytest.mark.slow
-
-
-def nbgrader(course: Path, *arguments: str) -> None:
-    command = [sys.executable, "-m", "nbgrader", *arguments, "--course-dir=."]
-    done = subprocess.run(command, cwd=course, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
-def test_untouched_is_0_and_solutions_are_full_marks(tmp_path, monkeypatch):
-    # nbgrader calls programs that lie beside it.
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
-    source = tmp_path / "source" / "minillm"
-    source.mkdir(parents=True)
-    lesson = shutil.copy(ROOT / "notebooks" / f"{LESSON}.ipynb", source)
-    nbgrader(tmp_path, "generate_assignment", "minillm", "--create")
-    released = tmp_path / "release" / "minillm" / f"{LESSON}.ipynb"
-    holes = nbformat.read(released, 4)
-    assert "### BEGIN SOLUTION" not in released.read_text(encoding="utf-8")
-    assert any(cell.metadata.get("nbgrader", {}).get("solution") for cell in holes.cells)
-    for learner, work in (("untouched", released), ("solved", lesson)):
-        handed_in = tmp_path / "submitted" / learner / "minillm"
-        handed_in.mkdir(parents=True)
-        shutil.copy(work, handed_in / f"{LESSON}.ipynb")
-    nbgrader(tmp_path, "autograde", "minillm")
-    with Gradebook(f"sqlite:///{tmp_path}/gradebook.db") as book:
-        scores = {
-            s.student.id: (s.score, s.max_score) for s in book.assignment_submissions("minillm")
-        }
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess:
+    # nbgrader calls programs that lie beside it
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False,
+        env=os.environ | {"PATH": path},
+    )  # fmt: skip
+
+
+def make(target: str, course: Path, *more: str) -> subprocess.CompletedProcess:
+    lesson = f"LESSONS=notebooks/{LESSON}.ipynb"
+    return run(ROOT, "make", target, lesson, f"COURSE={course}", *more)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+def test_a_course_from_release_to_feedback(tmp_path):
+    course, solved = tmp_path / "course", ROOT / "notebooks" / f"{LESSON}.ipynb"
+    made = make("course", course)
+    assert made.returncode == 0, made.stdout + made.stderr
+    released = course / "release" / LESSON / f"{LESSON}.ipynb"
+    text = released.read_text(encoding="utf-8")
+    assert "### BEGIN SOLUTION" not in text and "Replace these lines" in text
+    wrong = nbformat.read(solved, 4)
+    (hole, *_) = (c for c in wrong.cells if c.metadata.get("nbgrader", {}).get("solution"))
+    hole.source = re.sub("return .*", "return 0", hole.source)
+    for learner, work in (("untouched", released), ("solved", solved), ("wrong", wrong)):
+        handed_in = course / "submitted" / learner / LESSON / f"{LESSON}.ipynb"
+        handed_in.parent.mkdir(parents=True)
+        if isinstance(work, Path):
+            shutil.copy(work, handed_in)
+        else:
+            nbformat.write(work, handed_in)
+    for command in ("autograde", "generate_feedback"):
+        done = run(course, sys.executable, "-m", "nbgrader", command, LESSON)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert run(course, sys.executable, "-m", "nbgrader", "export").returncode == 0
+    with Gradebook(f"sqlite:///{course}/gradebook.db") as book:
+        scores = {s.student.id: (s.score, s.max_score) for s in book.assignment_submissions(LESSON)}
     assert scores["untouched"][0] == 0
-    assert scores["solved"][0] == scores["solved"][1] > 0
+    assert scores["solved"][0] == scores["solved"][1] > scores["wrong"][0] > 0
+    assert list((course / "feedback" / "wrong").rglob("*.html"))
+    assert "solved" in (course / "grades.csv").read_text()
+    before = contents(course)
+    assert make("course", course).returncode == 0
+    assert contents(course) == before  # nothing of what people put there is touched
 
 
-def test_make_student_deletes_nothing():
-    recipe = (ROOT / "Makefile").read_text().split("\nstudent:")[1]
-    assert "rm " not in recipe and "cp -n" in recipe
+@pytest.mark.slow
+def test_the_handout_has_no_solutions(tmp_path):
+    course, handout = tmp_path / "course", tmp_path / "handout"
+    for target in ("course", "handout"):
+        done = make(target, course, f"HANDOUT={handout}")
+        assert done.returncode == 0, done.stdout + done.stderr
+    (lesson,) = (handout / "notebooks").glob("*.ipynb")
+    assert "BEGIN SOLUTION" not in lesson.read_text(encoding="utf-8")
+    assert not (handout / "tests").exists() and (handout / "Makefile").exists()
+    assert list((handout / "figures" / "data").glob("*.json"))
+    done = run(handout, sys.executable, "-c", "import minillm.model; print(minillm.__file__)")
+    assert done.stdout.strip() == str(handout / "minillm" / "__init__.py")
+    again = make("handout", course, f"HANDOUT={handout}")
+    assert again.returncode != 0 and "is there already; move it away" in again.stdout
+
+
+def test_nothing_is_deleted():
+    recipes = (ROOT / "Makefile").read_text().split("\ncourse:")[1]
+    assert "rm " not in recipes and recipes.count("cp -n") == 3 and "--force" not in recipes
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_the_page_for_teachers_knows_the_points(path):
+    cells = nbformat.read(path, 4).cells
+    points = sum(c.metadata.get("nbgrader", {}).get("points", 0) for c in cells)
+    page = (ROOT / "notebooks" / "README.md").read_text(encoding="utf-8")
+    (line,) = (line for line in page.splitlines() if f"({path.name})" in line)
+    assert line.split("|")[3].strip() == str(points)

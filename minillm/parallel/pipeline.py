@@ -90,7 +90,8 @@ class Stage:
                         given[i] = self._wire.receive_token(given[i])
                 hidden = self.model.hidden(given[i], cache)
                 if self._wire.is_last:
-                    token = self.model.head.inner(hidden[:, -1:]).argmax(-1)
+                    last = hidden[:, -1:].contiguous()  # else its matrix is read once a sequence
+                    token = self.model.head.inner(last).argmax(-1)
                     columns[i][:, step : step + 1] = token
                     if step < max_new_tokens - 1:
                         self._wire.send_token(token)
