@@ -27,6 +27,9 @@ from minillm.config import PRESETS
 from minillm.evaluate import difference
 from minillm.fragmentation import simulate
 from minillm.hardware import roofline_seconds
+from minillm.parallel.plan import Plan, bubble_share, part
+from minillm.parallel.step_time import Cluster, decode_time
+from minillm.per_token import rms_norm
 from minillm.sparsity import compress, mask_2_4
 from minillm.speculative import speedup, tokens_per_pass
 from minillm.virtual_time import VirtualClock, step_seconds
@@ -375,6 +378,52 @@ def test_claim_32_what_a_round_of_guesses_yields():
             total += right + 1
         assert total / 20_000 == pytest.approx(tokens_per_pass(alpha, k), rel=0.02)
     assert speedup(0.5, 2, 0.1) > 1 > speedup(0.5, 2, 0.5)
+
+
+def test_claim_33_bubbles_shrink_and_stay():
+    """Idle (p - 1) / (m + p - 1): replayed stage by stage. On four stages each holds a quarter."""
+    for p, m in ((2, 1), (4, 1), (4, 4), (4, 8), (8, 32)):
+        done = [[0] * m for _ in range(p)]  # when a stage, of one second, has done a micro-batch
+        for stage in range(p):
+            for i in range(m):
+                given = done[stage - 1][i] if stage else 0
+                done[stage][i] = max(given, done[stage][i - 1] if i else 0) + 1
+        assert 1 - m / done[-1][-1] == pytest.approx(bubble_share(p, m))
+    assert bubble_share(4, 1) > bubble_share(4, 8) > bubble_share(4, 1000) > 0
+    big = ModelConfig.preset("llama-2-70b")
+    assert [len(part(big.n_layers, 4, rank)) for rank in range(4)] == [big.n_layers // 4] * 4
+
+
+def test_claim_34_columns_then_rows_need_one_sum():
+    """A by columns and B by rows: the parts add up. A by rows: they don't, unless summed before."""
+    torch.manual_seed(0)
+    x, A, B = torch.randn(3, 8), torch.randn(8, 12), torch.randn(12, 5)
+    halves = [(x @ A[:, s]).relu() @ B[s] for s in (slice(0, 6), slice(6, 12))]
+    torch.testing.assert_close(sum(halves), (x @ A).relu() @ B)
+    wrong = sum((x[:, s] @ A[s]).relu() @ B for s in (slice(0, 4), slice(4, 8)))
+    assert not torch.allclose(wrong, (x @ A).relu() @ B)
+    big = ModelConfig.preset("llama-2-70b")
+    plan = Plan(big, 2, 0)
+    assert (len(plan.heads), len(plan.kv_heads), len(plan.mlp)) == (32, 4, big.d_ff // 2)
+
+
+def test_claim_35_a_norm_looks_at_one_token():
+    """So it can be computed on a part of the sequence. The sums go over the wire as before."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 12, 8), torch.rand(8)
+    parts = [rms_norm(piece, weight, 1e-5) for piece in x.split(4, 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), rms_norm(x, weight, 1e-5))
+    cluster = Cluster(Hardware.preset("h100"))
+    whole, half = (cluster.ring(8, 1e9, rounds)[1] for rounds in (2, 1))
+    assert whole == 2 * half  # an all-reduce is a reduce-scatter and an all-gather
+
+
+def test_claim_36_replicas_speed_up_no_answer():
+    """Twice the GPUs as a second replica: the time to a token stays. As slices: it falls."""
+    cluster, big = Cluster(Hardware.preset("h100")), ModelConfig.preset("llama-2-70b")
+    step = {"batch_size": 1, "context_len": 1000, "dtype": "bfloat16"}
+    four, eight = (decode_time(big, cluster, tp=tp, **step).total for tp in (4, 8))
+    assert eight < 0.7 * four  # two replicas of four ranks would stay at `four`
 
 
 def test_claim_37_flops_grew_faster_than_memory():
