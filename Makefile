@@ -55,7 +55,7 @@ test: lint
 	TRITON_INTERPRET=1 $(PYTEST) -m interpret
 	PYTHONPATH=tests $(PYTEST) -p without_triton -m "not slow and not gpu" tests
 	MINILLM_FIGURES=build/figures $(PYTEST) --dist loadfile --nbval-lax $(LESSONS)
-	$(MAKE) student
+	@fresh=$$(mktemp -d) && { $(MAKE) course COURSE="$$fresh"; code=$$?; rm -rf "$$fresh"; exit $$code; }
 
 lab: setup
 	$(BIN)/python -m jupyterlab notebooks
@@ -70,26 +70,33 @@ gpu: setup
 # One assignment a lesson. Nothing is deleted or changed that is there already: releases, a
 # gradebook, submissions, feedback, lessons that a learner has begun.
 course: setup
-	mkdir -p $(COURSE)
-	cp -n notebooks/nbgrader_config.py $(COURSE)/
+	mkdir -p "$(COURSE)"
+	[ -e "$(COURSE)/nbgrader_config.py" ] || cp notebooks/nbgrader_config.py "$(COURSE)/"
 	@for lesson in $(LESSONS); do \
-	  name=$$(basename $$lesson .ipynb); \
-	  if [ ! -e $(COURSE)/release/$$name ]; then \
-	    mkdir -p $(COURSE)/source/$$name && cp -n $$lesson $(COURSE)/source/$$name/ && \
-	    (cd $(COURSE) && PATH="$(CURDIR)/$(BIN):$$PATH" python -m nbgrader \
+	  name=$$(basename $$lesson .ipynb); own="$(COURSE)/source/$$name/$$name.ipynb"; \
+	  if [ ! -e "$(COURSE)/release/$$name" ]; then \
+	    mkdir -p "$(COURSE)/source/$$name" && { [ -e "$$own" ] || cp $$lesson "$$own"; } && \
+	    (cd "$(COURSE)" && PATH="$(CURDIR)/$(BIN):$$PATH" python -m nbgrader \
 	      generate_assignment $$name --create --log-level=WARN) || exit 1; \
+	  elif ! cmp -s $$lesson "$$own"; then \
+	    echo "$$name: the course keeps its own version, which is not that of notebooks/."; \
 	  fi; \
 	done
 	@echo "The course is in $(COURSE)/; notebooks/README.md says how to go on."
 
 student: course
 	mkdir -p build/student
-	cp -n $(COURSE)/release/*/*.ipynb build/student/
+	@for lesson in "$(COURSE)"/release/*/*.ipynb; do \
+	  [ -e "build/student/$${lesson##*/}" ] || cp "$$lesson" build/student/ || exit 1; \
+	done
 	@echo "The learners' lessons are in build/student/; files that were there before are kept."
 
 handout: course
-	@test ! -e $(HANDOUT) || { echo "$(HANDOUT) is there already; move it away, or name another folder: make handout HANDOUT=FOLDER"; exit 1; }
-	mkdir -p $(HANDOUT)/notebooks
-	tar --exclude=__pycache__ -cf - minillm figures/data figures/generation.gif pyproject.toml constraints.txt environment.yml Makefile README.md LICENSE | tar -xf - -C $(HANDOUT)
-	cp $(COURSE)/release/*/*.ipynb $(HANDOUT)/notebooks/
+	@[ ! -e "$(HANDOUT)" ] || { echo "$(HANDOUT) is there already; move it away, or name another folder: make handout HANDOUT=FOLDER"; exit 1; }
+	mkdir -p build
+	tar --exclude=__pycache__ -cf build/handout.tar minillm figures/data figures/generation.gif \
+	  pyproject.toml constraints.txt environment.yml Makefile README.md LICENSE
+	mkdir -p "$(HANDOUT)/notebooks"
+	tar -xf build/handout.tar -C "$(HANDOUT)"
+	cp "$(COURSE)"/release/*/*.ipynb "$(HANDOUT)/notebooks/"
 	@echo "$(HANDOUT)/ is what learners get; make lab opens the lessons there."

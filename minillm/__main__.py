@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, NoReturn
 
 from minillm.bench import command as bench_command
+from minillm.checks import Parser, first_line
 
 if TYPE_CHECKING:
     from minillm.model import Decoder
@@ -17,14 +18,8 @@ if TYPE_CHECKING:
     from minillm.tokenizer import Tokenizer
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"minillm: {message}; see `{self.prog} --help`.", file=sys.stderr)
-        sys.exit(2)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m minillm", description="LLM inference, from first principles to the limit."
     )
     commands = parser.add_subparsers(
@@ -81,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("minillm: there is not enough memory; use a smaller model or dtype.", file=sys.stderr)
         return 2
     except (ValueError, TypeError, OSError, RuntimeError) as error:
-        print(f"minillm: {_first_line(error)}", file=sys.stderr)
+        print(f"minillm: {first_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -89,12 +84,6 @@ def main(arguments: list[str] | None = None) -> int:
         if before is not None:
             signal.signal(signal.SIGTERM, before)
     return 0
-
-
-def _first_line(error: Exception) -> str:
-    """What our own errors say is one sentence; PyTorch's can be many lines."""
-    said = str(error).strip() or type(error).__name__
-    return said.splitlines()[0]
 
 
 def _terminate_by_exception() -> object:

@@ -106,6 +106,8 @@ def why_no_graphs(model: Decoder, backend: str) -> str | None:
             f"cuda_graphs needs a model on a CUDA device; this one is on {model.device}. "
             "Leave it off."
         )
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "cuda_graphs is for one rank; leave it off."
     query = torch.empty(0, 1, model.config.d_head, dtype=model.dtype, device=model.device)
     if backend not in ("auto", "triton") or why_not_triton(query, 1.0):
         return (

@@ -54,7 +54,7 @@ class Engine:
     are verified. Right ones save steps, wrong ones only cost time.
     """
 
-    forward = staticmethod(forward)  # an engine on several ranks tells the others first
+    _forward = staticmethod(forward)  # an engine on several ranks tells the others first
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class Engine:
             plan = self.scheduler.schedule()
             if plan.work:
                 try:
-                    computed = self.forward(plan, self.model, self.cache, self._graphs)
+                    computed = self._forward(plan, self.model, self.cache, self._graphs)
                 except Exception as error:  # out of memory, say: one cannot tell whose fault it was
                     for work in plan.work:
                         self._end(work.request, "aborted", error)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from minillm.checks import check_whole
+from minillm.checks import brief, check_whole
 from minillm.drafters import Draft
 from minillm.grid import Grid, to_int8
 from minillm.model import Decoder
@@ -109,12 +109,15 @@ def load_heads(path: Path = PACKAGED_HEADS) -> MedusaHeads:
         with safe_open(path, "pt") as file:
             q, scale = file.get_tensor("q"), file.get_tensor("scale")
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error}); fetch it or train it again.") from error
-    d_model = q.shape[-1]
-    if q.dim() != 2 or not d_model or len(q) % d_model or not len(q) or scale.shape != q.shape[:1]:
         raise ValueError(
-            f"{path} holds matrices of shape {tuple(q.shape)} with scales {tuple(scale.shape)}, "
-            "which are no heads; train them again."
+            f"{path} is damaged ({brief(str(error))}); fetch it or train it again."
+        ) from error
+    numbers = q.dtype == torch.int8 and scale.is_floating_point() and bool(scale.isfinite().all())
+    d_model = q.shape[-1] if q.dim() == 2 and numbers else 0
+    if not d_model or len(q) % d_model or not len(q) or scale.shape != q.shape[:1]:
+        raise ValueError(
+            f"{path} holds {q.dtype} matrices of shape {tuple(q.shape)} with scales "
+            f"{tuple(scale.shape)}, which are no heads in int8; train them again."
         )
     heads = MedusaHeads(len(q) // d_model, d_model).requires_grad_(False)
     heads.weight.copy_(Grid(q, scale).dequantized().view_as(heads.weight))

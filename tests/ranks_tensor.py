@@ -164,7 +164,7 @@ def check_loading(p: int) -> None:
 
 def check_quantized(p: int) -> None:
     sizes = fitting(p) | {"vocab_size": 48 * p, "tie_embeddings": True, "d_ff": 32 * p}
-    for scheme, options in (("int8", {}), ("int4", {"group_size": 32})):
+    for scheme, options in (("int8", {}), ("int4", {"group_size": 32}), ("fp8", {})):
         model = quantize(lively(seed=3, size=0.1, **sizes), scheme, **options)
         sharded = tensor_parallel(model)
         tokens = torch.tensor([PROMPT])

@@ -534,7 +534,7 @@ def test_continuous_batches_are_not():
 def test_counts_against_another_way_of_counting(options, monkeypatch):
     e = engine(**options)
     slots = empty = peak = 0
-    forward = minillm.engine.forward
+    forward = minillm.engine.Engine._forward
 
     def counted(plan, *rest):
         nonlocal slots, empty, peak
@@ -550,7 +550,7 @@ def test_counts_against_another_way_of_counting(options, monkeypatch):
         peak = max(peak, len(holds))
         return logits
 
-    monkeypatch.setattr(minillm.engine, "forward", counted)
+    monkeypatch.setattr(e, "_forward", counted)
     g = random.Random(0)
     for i in range(10):
         prompt = [g.randrange(97) for _ in range(g.randint(1, 20))]

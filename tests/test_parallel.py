@@ -18,6 +18,7 @@ from minillm import (
     generate,
     load,
     pipeline_parallel,
+    quantize,
     sparsify,
     tensor_parallel,
 )
@@ -103,6 +104,9 @@ def test_the_command_refuses(capsys):
         (["--tp", "2"], "2 ranks cannot share the 9 query heads and 3 key/value heads"),
         (["--pp", "31"], "31 ranks cannot share 30 layers"),
         (["--tp", "0"], "--tp is 0; it must be a whole number, 1 or more"),
+        (["--pp", "2", "--dtype", "int8"], "shards are read in float32, float16 or bfloat16"),
+        (["--tp", "3", "--dtype", "nonsense"], "nonsense"),
+        (["--max-new-tokens", "9999"], "are more than the model's"),
         (["--tp", "3", "--model", "no/where/here"], "does not exist"),
     ):
         assert main(["generate", *given, "hi"]) == 2
@@ -279,6 +283,9 @@ def test_refused_before_any_rank_is_asked(monkeypatch):
     with pytest.raises(ValueError, match="3 ranks cannot be cut into stages of 2"):
         pipeline_parallel(model, n_microbatches=1, tp=2)
     monkeypatch.setenv("WORLD_SIZE", "2")
+    wide = quantize(lively(d_model=64, d_ff=320, d_head=32), "int4", group_size=64)
+    with pytest.raises(ValueError, match=r"down has groups of 64 numbers, which 2 ranks would cut"):
+        tensor_parallel(wide)
     pruned = sparsify(lively(d_model=32, d_ff=64, d_head=16))
     with pytest.raises(ValueError, match=r"is a SparseLinear, which cannot be cut over ranks"):
         tensor_parallel(pruned)

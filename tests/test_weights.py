@@ -40,10 +40,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import minillm
 from minillm import Decoder, KVCache, Tokenizer, costs
 from minillm.folders import cache_folder
+from minillm.parallel.plan import Plan
 from minillm.quantize import quantize
 from minillm.quantized_linear import QuantizedLinear
 from minillm.weights import default as fetching
 from minillm.weights import fetch_default, load, parameter_sources, read_gguf
+from minillm.weights.build import fill
+from minillm.weights.gguf_checkpoint import GGUFCheckpoint
 
 MODELS = {
     LlamaConfig: LlamaForCausalLM,
@@ -314,6 +317,29 @@ def test_gguf_files(tmp_path: Path, config: Any, kind: str) -> None:
     assert tokenizer.encode("th<|end|>") == [257, 0]
     assert tokenizer.stop_ids == (0,)
     assert tokenizer.chat([{"role": "user", "content": "th"}]) == [257, 0]
+
+
+@pytest.mark.parametrize(
+    "config", [small(attention_bias=True), small(Qwen2Config)], ids=["llama-biased", "qwen2"]
+)
+def test_a_ranks_part_of_a_gguf_file(tmp_path: Path, config: Any) -> None:
+    """Rows and columns of matrices, and of the biases that have rows; two and four ranks."""
+    path = write_gguf(tmp_path / "small.gguf", random_model(config), "F32")
+    model, _ = load(path, device="cpu", dtype="float32")
+    checkpoint, parameters = GGUFCheckpoint(path), dict(model.named_parameters())
+    for name, parts in parameter_sources(model.config).items():
+        matrix, _, kind = name.removeprefix("layers.1.").partition(".")
+        for plan in (Plan(model.config, size, rank) for size in (2, 4) for rank in range(size)):
+            rows = plan.rows(matrix)
+            columns = plan.columns(matrix) if kind == "weight" else None
+            expected = parameters[name]
+            if rows is not None:
+                expected = torch.cat([expected[r.start : r.stop] for r in rows])
+            if columns is not None:
+                expected = expected[:, columns.start : columns.stop]
+            found = torch.empty_like(expected)
+            fill(checkpoint, found, parts, rows, columns)
+            assert torch.equal(found, expected), name
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])

@@ -11,12 +11,12 @@ import os
 import subprocess
 import sys
 
-from minillm.checks import check_whole
+from minillm.checks import Parser, check_whole, first_line
 from minillm.parallel.collectives import inside_torchrun, own_device, started, world_size
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m minillm.parallel", description=__doc__)
+    parser = Parser(prog="python -m minillm.parallel", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="generate")
     command = commands.add_parser("generate", help="continue a prompt")
     command.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share a layer")
@@ -39,27 +39,39 @@ def main(arguments: list[str] | None = None) -> int:
         for name in ("tp", "pp"):
             check_whole(f"--{name}", getattr(options, name))
         size = options.tp * options.pp
+        _check(options)
         if inside_torchrun():
             _rank(options, size)
             return 0
-        _check(options)
         run = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}"]
         return subprocess.run([*run, "-m", "minillm.parallel", *arguments], check=False).returncode
-    except (ValueError, TypeError, OSError, RuntimeError) as error:
-        print(f"minillm: {str(error).splitlines()[0]}", file=sys.stderr)
+    except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
+        print(f"minillm: {first_line(error)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def _check(options: argparse.Namespace) -> None:
-    """ValueError, before any rank is started, for numbers that the model does not allow."""
+    """ValueError, before any rank is started, for what the model does not allow."""
+    from minillm.parallel.loading import device_and_plain_dtype
     from minillm.parallel.plan import check_size, check_stages
     from minillm.weights import opened
 
+    if options.pp > 1 or options.dtype not in ("int8", "int4"):
+        device_and_plain_dtype("auto", options.dtype)
+    check_whole("--max-new-tokens", options.max_new_tokens, least=0)
     with opened(options.model) as (checkpoint, tokenizer):
         check_size(checkpoint.config, options.tp)
         check_stages(checkpoint.config.n_layers, options.pp)
     if tokenizer is None:
         raise ValueError("The model's folder has no tokenizer; give one that has.")
+    n, longest = len(tokenizer.encode(options.prompt)), checkpoint.config.max_seq_len
+    if n + options.max_new_tokens > longest:
+        raise ValueError(
+            f"{n} prompt tokens and {options.max_new_tokens} new ones are more than the model's "
+            f"{longest} positions; ask for fewer."
+        )
 
 
 def _rank(options: argparse.Namespace, size: int) -> None:
@@ -82,20 +94,19 @@ def _rank(options: argparse.Namespace, size: int) -> None:
     else:
         model, tokenizer = load_tensor_parallel(options.model, **ways)
         groups = [model.group]
-    if tokenizer is None:
-        raise ValueError("The model's folder has no tokenizer; give one that has.")
     is_first = os.environ["RANK"] == "0"
     stream = tokenizer.stream()
 
     def show(token: int) -> None:
-        if is_first:
+        if is_first and token not in tokenizer.stop_ids:
             print(stream.push(token), end="", flush=True)
 
     ids = tokenizer.encode(options.prompt)
     generate(model, ids, options.max_new_tokens, stop_ids=tokenizer.stop_ids, on_token=show)
     if is_first:
         sent = sum(sum(group.sent.values()) for group in groups if group is not None)
-        print(f"\n{size} ranks; rank 0 sent {sent:,} bytes", flush=True)
+        print(stream.flush())
+        print(f"{size} ranks; rank 0 sent {sent:,} bytes", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minillm.model import Decoder
+from minillm.quantize import stored_as
 
 TIMEOUT = datetime.timedelta(seconds=50)
 """A collective that takes longer fails: some rank hangs. One that is gone is noticed at once."""
@@ -57,9 +58,16 @@ def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if own_device().type == "cuda" else "gloo"
 
 
-def patient_group(ranks: list[int] | None = None) -> "dist.ProcessGroup":
+def patient_group() -> "dist.ProcessGroup":
     """A group for messages on the CPU that may be long in coming; all ranks must ask for it."""
-    return dist.new_group(ranks, backend="gloo", timeout=PATIENCE)
+    return dist.new_group(backend="gloo", timeout=PATIENCE)
+
+
+def wait_for_all() -> None:
+    """Until all ranks are here, however long that takes."""
+    group = patient_group()
+    dist.barrier(group)
+    dist.destroy_process_group(group)
 
 
 def _left() -> None:
@@ -81,13 +89,12 @@ def world_size() -> int:
 class Group:
     """The ranks that share a model, and what this one has sent to the others.
 
-    calls and sent: by collective, calls and bytes by the formulas above.
+    sent: bytes by the formulas above, for each collective.
     """
 
     def __init__(self, group: "dist.ProcessGroup | None" = None):
         self.process_group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.calls: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
 
     def __deepcopy__(self, memo: dict) -> "Group":
@@ -137,18 +144,19 @@ class Group:
 
     @classmethod
     def sharing(cls, model: Decoder, **settings: object) -> "Group":
-        """All ranks; ValueError on all if their models' configs or dtypes, or settings, differ.
+        """All ranks; ValueError on all if their models' configs or formats, or settings, differ.
 
-        ValueError for a model on another GPU than this rank's.
+        ValueError for a model on another GPU than this rank's, RuntimeError outside torchrun.
         """
         started()
+        wait_for_all()  # some may still read their model
         if model.device.type == "cuda" and model.device != own_device():
             raise ValueError(
                 f"The model lies on {model.device}, and this rank computes on {own_device()}; "
                 "load it there, or read only this rank's part with minillm.parallel.loading."
             )
         group = cls()
-        group.same_everywhere("model", f"{model.config}, {model.dtype}")
+        group.same_everywhere("model", f"{model.config}, {stored_as(model)}, {model.dtype}")
         group.same_everywhere("setting", f"{settings}")
         return group
 
@@ -166,6 +174,5 @@ class Group:
         return cls(groups[rank // n]), cls(groups[rows + rank % n])
 
     def note(self, name: str, sent: float) -> None:
-        """Count a call and what this rank sends in it."""
-        self.calls[name] += 1
+        """Count what this rank sends in a call."""
         self.sent[name] += round(sent)

@@ -12,7 +12,6 @@ Not here: formats of fewer bits. Load the whole model in one of them, and cut it
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from minillm.checks import check_whole
@@ -22,7 +21,7 @@ from minillm.parallel.collectives import (
     Group,
     inside_torchrun,
     own_device,
-    patient_group,
+    wait_for_all,
     world_size,
 )
 from minillm.parallel.pipeline import Stage, check_grid
@@ -45,14 +44,14 @@ def load_tensor_parallel(
     source, device and dtype: as in `minillm.load`, but for int8 and int4. Every rank calls it
     alike, inside torchrun. Errors as in `minillm.load` and `tensor_parallel`.
     """
-    device, dtype = _plain(device, dtype)
+    device, dtype = device_and_plain_dtype(device, dtype)
     with opened(source) as (checkpoint, tokenizer):
         check_size(checkpoint.config, world_size())
         model = empty_model(checkpoint, dtype)
         group = Group.sharing(model, sequence_parallel=sequence_parallel)
         part_of_it = shard(model, group, sequence_parallel=sequence_parallel)
         _read(checkpoint, part_of_it, device, Plan(model.config, group.size, group.rank), 0)
-    dist.barrier(patient_group())
+    wait_for_all()
     return part_of_it, tokenizer
 
 
@@ -69,7 +68,7 @@ def load_pipeline(
 
     The other arguments and the errors: `load_tensor_parallel`.
     """
-    device, dtype = _plain(device, dtype)
+    device, dtype = device_and_plain_dtype(device, dtype)
     check_whole("n_microbatches", n_microbatches)
     settings = {"tp": tp, "sequence_parallel": sequence_parallel, "n_microbatches": n_microbatches}
     with opened(source) as (checkpoint, tokenizer):
@@ -83,13 +82,14 @@ def load_pipeline(
         stage = Stage(model, along, n_microbatches)
         first = part(len(model.layers), n_stages, along.rank).start
         _read(checkpoint, stage.model, device, plan, first)
-    dist.barrier(patient_group())
+    wait_for_all()
     return stage, tokenizer
 
 
-def _plain(
+def device_and_plain_dtype(
     device: str | torch.device, dtype: str | torch.dtype
 ) -> tuple[torch.device, torch.dtype]:
+    """`minillm.devices.device_and_dtype`, on this rank's own device; ValueError for int8, int4."""
     if dtype in ("int8", "int4"):
         raise ValueError(
             f"dtype is {dtype!r}, and shards are read in float32, float16 or bfloat16; load the "

@@ -9,7 +9,8 @@ A rank's part is a decoder with fewer layers, and its cache holds only those. Th
 the parts, so the decoder stays as it is: the embedding of the later ranks receives the residual
 stream, the last layer of the earlier ranks sends it, and the head hands the last rank's logits to
 all. So generate, speculation and the engine run on every rank alike; with one sequence at a time
-all ranks but one are idle. `Stage.generate` keeps several micro-batches under way.
+all ranks but one are idle. (With a cut sequence each stage also ends with an all-gather, which only
+the last one needs.) `Stage.generate` keeps several micro-batches under way.
 Not here: drafters that read the target's states, which only the last rank has; backward passes.
 """
 
@@ -145,6 +146,7 @@ class Wire:
             self._send(tokens.cpu(), 0, self._back)
 
     def receive_token(self, tokens: Tensor) -> Tensor:
+        """What `send_token` sent, of the shape of `tokens`."""
         if self.group.size == 1:
             return tokens
         found = tokens.cpu()
@@ -245,7 +247,7 @@ def check_grid(model: Decoder, tp: int) -> int:
     """How many stages of `tp` ranks there are; ValueError for numbers that do not fit."""
     check_size(model.config, tp)
     if tp > 1:
-        check_matrices(model)
+        check_matrices(model, tp)
     size = world_size()
     if size % tp:
         raise ValueError(f"{size} ranks cannot be cut into stages of {tp}; start a multiple of it.")

@@ -38,7 +38,8 @@ def shared_engine(model: Decoder, config: EngineConfig) -> "LeadingEngine | None
 
     model: from `tensor_parallel`, or a stage's. Every rank calls it with the same config, but for
     the drafter, which only rank 0 needs.
-    ValueError for cuda_graphs, and for a drafter that reads the target's states.
+    ValueError for cuda_graphs, for a drafter that reads the target's states, and for ranks whose
+    models or memory differ.
     """
     if config.cuda_graphs:
         raise ValueError("cuda_graphs is for one rank; leave it off.")
@@ -47,7 +48,8 @@ def shared_engine(model: Decoder, config: EngineConfig) -> "LeadingEngine | None
             f"A {type(config.drafter).__name__} multiplies with the target's own head, of which "
             "each rank has a part; take a drafter that needs only the tokens."
         )
-    Group.sharing(model)
+    names = ("n_blocks", "block_size", "kv_dtype", "backend")
+    Group.sharing(model, **{name: getattr(config, name) for name in names})
     control = patient_group()
     if dist.get_rank() == 0:
         return LeadingEngine(model, config, control)
@@ -62,7 +64,8 @@ class LeadingEngine(Engine):
         super().__init__(model, config)
         self._control, self._broken = control, False
 
-    def forward(self, plan: StepPlan, *rest: Any) -> tuple:
+    def _forward(self, plan: StepPlan, *rest: Any) -> tuple:
+        """Tell the others and compute; RuntimeError after a step that failed here alone."""
         work = [
             (w.tokens, w.request.table.blocks, w.request.table.n_tokens, w.n_logits)
             for w in plan.work

@@ -37,14 +37,14 @@ def tensor_parallel(model: Decoder, *, sequence_parallel: bool = False) -> Decod
     """This rank's part of `model`, inside torchrun; every rank calls it with the same model.
 
     It takes token ids and gives all logits, as the model did; `.group` has the ledger of what was
-    sent. sequence_parallel: keep only a part of the sequence between the blocks. Plain, int8 and
-    int4 matrices are cut as they are stored.
-    ValueError for a number of ranks that cannot share the heads (before any rank is asked), for
-    models that differ between the ranks, and for other kinds of matrices. RuntimeError outside
-    torchrun.
+    sent. sequence_parallel: keep only a part of the sequence between the blocks. Plain, int8,
+    fp8 and int4 matrices are cut as they are stored.
+    ValueError, before any rank is asked, for a number of ranks that cannot share the heads, for
+    4-bit groups that lie across a cut, and for other kinds of matrices; then for models that differ
+    between the ranks. RuntimeError outside torchrun.
     """
     check_size(model.config, world_size())
-    check_matrices(model)
+    check_matrices(model, world_size())
     group = Group.sharing(model, sequence_parallel=sequence_parallel)
     return shard(model, group, sequence_parallel=sequence_parallel)
 
@@ -182,11 +182,6 @@ def cut(matrix: Matrix, rows: list[range] | None, columns: range | None = None) 
         """unit: numbers in a row that share an entry of x."""
         if rows is not None:
             return torch.cat([x[r.start : r.stop] for r in rows])
-        if columns.start % unit or columns.stop % unit:
-            raise ValueError(
-                f"Groups of {unit} numbers cannot be cut between columns {columns.start} and "
-                f"{columns.stop}; quantize with a smaller group_size."
-            )
         return x[:, columns.start // unit : columns.stop // unit].clone()
 
     def per_row(x: Tensor | None) -> Tensor | None:
@@ -227,8 +222,8 @@ def _embedding(model: Decoder, head: Matrix, plan: Plan) -> nn.Module:
     return embedding
 
 
-def check_matrices(model: Decoder) -> None:
-    """ValueError for matrices that cannot be cut."""
+def check_matrices(model: Decoder, size: int) -> None:
+    """ValueError for matrices that cannot be cut over `size` ranks."""
     for name, module in model.named_modules():
         if name.rpartition(".")[2] not in ("qkv", "out", "gate_up", "down", "head"):
             continue
@@ -237,3 +232,13 @@ def check_matrices(model: Decoder) -> None:
                 f"{name} is a {type(module).__name__}, which cannot be cut over ranks; give a "
                 "model whose matrices are plain, or stored in int8, fp8 or int4."
             )
+        if not isinstance(module, Int4Linear):
+            continue
+        for rank in range(size):
+            columns = Plan(model.config, size, rank).columns(name.rpartition(".")[2])
+            if columns and (columns.start % module.group_size or columns.stop % module.group_size):
+                raise ValueError(
+                    f"{name} has groups of {module.group_size} numbers, which {size} ranks would "
+                    f"cut at columns {columns.start} and {columns.stop}; quantize with a smaller "
+                    "group_size."
+                )

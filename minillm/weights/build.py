@@ -125,6 +125,8 @@ def fill(
         end = start + shape[0]
         for wanted in rows or [range(start, end)]:
             mine = range(max(wanted.start, start) - start, min(wanted.stop, end) - start)
+            if not mine:
+                continue
             for piece in checkpoint.slices(name, mine, columns):
                 place = target[at : at + len(piece)]
                 place.copy_(piece)

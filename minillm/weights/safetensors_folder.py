@@ -80,7 +80,7 @@ class SafetensorsFolder:
             else:
                 piece = tensor[wanted, columns.start : columns.stop]
             # With some columns the pages of the others come along.
-            self._n_read += piece.nbytes // piece[:1].numel() * math.prod(shape[1:])
+            self._n_read += len(piece) * math.prod(shape[1:]) * piece.element_size()
             yield piece
 
 
