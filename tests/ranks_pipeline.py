@@ -5,6 +5,7 @@ With 4 ranks: two stages, each shared by two ranks.
 """
 
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -32,8 +33,14 @@ PROMPT = [5, 90, 3, 3, 41, 8, 13]
 
 def check_logits() -> None:
     tokens = torch.tensor([PROMPT, PROMPT[::-1], [1] * 7, [*PROMPT[1:], 4], [9, 8, 7, 6, 5, 4, 3]])
-    for changes in ({}, {"tie_embeddings": True}, {"n_layers": 7}):
-        model = lively(seed=3, **({"n_layers": 5} | changes))
+    g = random.Random(0)
+    drawn = [
+        {"n_layers": g.randint(3, 9), "d_ff": g.randint(8, 90), "vocab_size": g.randint(95, 130),
+         "tie_embeddings": g.random() < 0.5, "qk_norm": g.random() < 0.5}
+        for _ in range(4)
+    ]  # fmt: skip
+    for changes in ({"n_layers": 5}, {"n_layers": 7}, *drawn):
+        model = lively(seed=3, **changes)
         with torch.inference_mode():
             expected = model(tokens)
         for m in (1, 2, 4, 5):

@@ -3,7 +3,9 @@
 torchrun --nproc-per-node 3 tests/ranks_tensor.py
 """
 
+import math
 import os
+import random
 import resource
 import sys
 from collections.abc import Callable
@@ -36,13 +38,12 @@ from minillm.weights.safetensors_folder import SafetensorsFolder
 
 PROMPT = [5, 90, 3, 3, 41, 8, 13]
 SIZES = {"n_heads": 6, "n_kv_heads": 2, "d_model": 64, "d_ff": 96, "d_head": 32}
-VARIANTS = {
-    "as it is": {},
-    "odd sizes": {"d_ff": 41, "vocab_size": 101},
-    "as many key/value heads": {"n_kv_heads": 6},
-    "biases and norms": {"qkv_bias": True, "attn_out_bias": True, "qk_norm": True},
-    "tied": {"tie_embeddings": True},
-}
+VARIANTS = (
+    {},
+    {"d_ff": 41, "vocab_size": 101},
+    {"qkv_bias": True, "attn_out_bias": True, "qk_norm": True},
+    {"tie_embeddings": True},
+)
 
 
 def fitting(p: int) -> dict:
@@ -50,12 +51,24 @@ def fitting(p: int) -> dict:
     return SIZES | {2: {}, 3: {"n_kv_heads": 3}, 4: {"n_heads": 8}}[p]
 
 
+def drawn_config(p: int, seed: int) -> dict:
+    """Sizes and switches by chance, of a model that p ranks can share."""
+    g = random.Random(seed)
+    K = g.choice([k for k in (1, 2, 3, 4, 6, 8) if k % p == 0 or p % k == 0])
+    return {
+        "n_kv_heads": K, "n_heads": math.lcm(K, p) * g.randint(1, 2), "d_head": g.choice((8, 16)),
+        "d_model": g.choice((24, 40, 64)), "d_ff": g.randint(p, 90), "n_layers": g.randint(1, 4),
+        "vocab_size": g.randint(95, 130), "tie_embeddings": g.random() < 0.5,
+        "qkv_bias": g.random() < 0.5, "attn_out_bias": g.random() < 0.5,
+        "qk_norm": g.random() < 0.5,
+    }  # fmt: skip
+
+
 def check_logits(p: int) -> None:
     tokens = torch.tensor([PROMPT, PROMPT[::-1]])
-    for name, changes in VARIANTS.items():
-        config = fitting(p) | changes
-        if name == "as many key/value heads":
-            config["n_kv_heads"] = config["n_heads"]
+    configs = [fitting(p) | changes for changes in VARIANTS]
+    configs.append(fitting(p) | {"n_kv_heads": fitting(p)["n_heads"]})
+    for config in configs + [drawn_config(p, seed) for seed in range(8)]:
         model = lively(seed=3, size=0.1, **config)
         for sequence_parallel in (False, True):
             sharded = tensor_parallel(model, sequence_parallel=sequence_parallel)
