@@ -151,7 +151,7 @@ def check_memory() -> None:
     peak = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     share, whole = model_bytes(model), weight_bytes(model.config, "float32")
     assert share < 1.01 * whole / model.group.size
-    # the pages of the file that are mapped just now, the last tensor's too, and a slice in two forms
+    # pages of the file that are mapped just now, the last tensor's too, and a slice in two forms
     assert peak < share + (64 << 20) + 3 * (16 << 20), f"{peak:,} bytes for {share:,}"
     assert peak < 0.7 * whole
 
