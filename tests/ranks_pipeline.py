@@ -10,9 +10,6 @@ import sys
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from models import lively, save_folder
 
 from minillm import (

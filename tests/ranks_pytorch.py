@@ -6,15 +6,11 @@ torchrun --nproc-per-node 3 tests/ranks_pytorch.py pipeline
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.tensor.debug import CommDebugMode
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from models import lively
+from torch.distributed.tensor.debug import CommDebugMode
 
 from minillm import KVCache, generate, pipeline_parallel, quantize, tensor_parallel
 from minillm.parallel.collectives import world_size

@@ -14,19 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from minillm.checks import check_whole
 from minillm.devices import device_and_dtype
 from minillm.model import Decoder
-from minillm.parallel.collectives import (
-    Group,
-    inside_torchrun,
-    own_device,
-    wait_for_all,
-    world_size,
-)
-from minillm.parallel.pipeline import Stage, check_grid
-from minillm.parallel.plan import Plan, check_size, part
-from minillm.parallel.tensor import shard
+from minillm.parallel.collectives import inside_torchrun, own_device, wait_for_all
+from minillm.parallel.pipeline import Stage, pipeline_parallel
+from minillm.parallel.plan import Plan, part
+from minillm.parallel.tensor import tensor_parallel
 from minillm.tokenizer import Tokenizer
 from minillm.weights import opened, parameter_sources
 from minillm.weights.build import Checkpoint, empty_model, fill
@@ -46,10 +39,9 @@ def load_tensor_parallel(
     """
     device, dtype = device_and_plain_dtype(device, dtype)
     with opened(source) as (checkpoint, tokenizer):
-        check_size(checkpoint.config, world_size())
         model = empty_model(checkpoint, dtype)
-        group = Group.sharing(model, sequence_parallel=sequence_parallel)
-        part_of_it = shard(model, group, sequence_parallel=sequence_parallel)
+        part_of_it = tensor_parallel(model, sequence_parallel=sequence_parallel)
+        group = part_of_it.group
         _read(checkpoint, part_of_it, device, Plan(model.config, group.size, group.rank), 0)
     wait_for_all()
     return part_of_it, tokenizer
@@ -69,18 +61,13 @@ def load_pipeline(
     The other arguments and the errors: `load_tensor_parallel`.
     """
     device, dtype = device_and_plain_dtype(device, dtype)
-    check_whole("n_microbatches", n_microbatches)
-    settings = {"tp": tp, "sequence_parallel": sequence_parallel, "n_microbatches": n_microbatches}
     with opened(source) as (checkpoint, tokenizer):
         model = empty_model(checkpoint, dtype)
-        n_stages = check_grid(model, tp)
-        Group.sharing(model, **settings)
-        across, along = Group.grid(n_stages)
-        plan = Plan(model.config, tp, across.rank)
-        if tp > 1:
-            model = shard(model, across, sequence_parallel=sequence_parallel)
-        stage = Stage(model, along, n_microbatches)
-        first = part(len(model.layers), n_stages, along.rank).start
+        stage = pipeline_parallel(
+            model, n_microbatches=n_microbatches, tp=tp, sequence_parallel=sequence_parallel
+        )
+        plan = Plan(model.config, tp, stage.model.group.rank if tp > 1 else 0)
+        first = part(len(model.layers), stage.group.size, stage.group.rank).start
         _read(checkpoint, stage.model, device, plan, first)
     wait_for_all()
     return stage, tokenizer

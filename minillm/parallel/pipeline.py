@@ -233,7 +233,7 @@ def pipeline_parallel(
     ValueError for more stages than layers and for a tp that does not fit (before any rank is
     asked), and for models that differ between the ranks. RuntimeError outside torchrun.
     """
-    n_stages = check_grid(model, tp)
+    n_stages = _check_grid(model, tp)
     check_whole("n_microbatches", n_microbatches)
     settings = {"tp": tp, "sequence_parallel": sequence_parallel, "n_microbatches": n_microbatches}
     Group.sharing(model, **settings)
@@ -243,7 +243,7 @@ def pipeline_parallel(
     return Stage(model, along, n_microbatches)
 
 
-def check_grid(model: Decoder, tp: int) -> int:
+def _check_grid(model: Decoder, tp: int) -> int:
     """How many stages of `tp` ranks there are; ValueError for numbers that do not fit."""
     check_size(model.config, tp)
     if tp > 1:

@@ -66,12 +66,12 @@ class LeadingEngine(Engine):
 
     def _forward(self, plan: StepPlan, *rest: Any) -> tuple:
         """Tell the others and compute; RuntimeError after a step that failed here alone."""
+        if self._broken:
+            raise RuntimeError("A step has failed on this rank alone; start all ranks again.")
         work = [
             (w.tokens, w.request.table.blocks, w.request.table.n_tokens, w.n_logits)
             for w in plan.work
         ]
-        if self._broken:
-            raise RuntimeError("A step has failed on this rank alone; start all ranks again.")
         self._broken = True  # unless the pass comes to its end, as the others' will
         dist.broadcast_object_list([(work, plan.copies)], 0, group=self._control)
         computed = forward(plan, *rest)

@@ -97,20 +97,23 @@ class Sequence:
         self.group, self.length = group, 0
 
     @property
+    def _whole(self) -> bool:
+        return self.length < self.group.size
+
+    @property
     def own_length(self) -> int:
         """Tokens that each rank keeps."""
-        whole = self.length < self.group.size
-        return self.length if whole else -(-self.length // self.group.size)
+        return self.length if self._whole else -(-self.length // self.group.size)
 
     def gathered(self, x: Tensor) -> Tensor:
         """(B, T / p, C) of each rank to (B, T, C)."""
-        if self.length < self.group.size:
+        if self._whole:
             return x
         return self.group.all_gather(x, 1)[:, : self.length]
 
     def summed(self, x: Tensor) -> Tensor:
         """The ranks' parts of a sum, (B, T, C), to this rank's part of the sequence."""
-        if self.length < self.group.size:
+        if self._whole:
             return self.group.all_reduce(x)
         missing = -x.shape[1] % self.group.size
         return self.group.reduce_scatter(F.pad(x, (0, 0, 0, missing)), 1)
