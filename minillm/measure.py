@@ -59,6 +59,32 @@ def device_seconds(fn: Callable[[], Any], device: torch.device, repeats: int = 1
         return min(start.elapsed_time(end) for start, end in pairs) / 1e3
 
 
+@torch.inference_mode()
+def cores_received(seconds: float = 0.3) -> float:
+    """Share of the processor time that this process asks for and gets; about 1 on an idle machine.
+
+    Matrix products keep every thread of torch busy for `seconds`. Where other programs compute on
+    the same cores, the processor time of this process falls behind the clock.
+    """
+    square = torch.ones(512, 512)
+    wall, cpu = time.perf_counter(), time.process_time()
+    while time.perf_counter() - wall < seconds:
+        torch.mm(square, square)
+    used = time.process_time() - cpu
+    return used / (time.perf_counter() - wall) / torch.get_num_threads()
+
+
+def quiet() -> bool:
+    """Whether the machine has its cores free for a measurement; prints a sentence if not."""
+    share = cores_received()
+    if share < 0.8:
+        print(
+            f"Only {share:.0%} of this machine's cores are free: other programs compute at the "
+            "same time. The times below will be too long; close those programs and run again."
+        )
+    return share >= 0.8
+
+
 def _large_matrix(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Larger than any cache, so that it is read from memory: 512 MiB on a CPU, 2 GiB on a GPU."""
     if device.type == "cuda":

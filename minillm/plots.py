@@ -1,10 +1,13 @@
 """One figure style for all lessons, readable for colour-blind readers and in grey print.
 
 Colours: Okabe and Ito 2008. Each series also has a marker and a dash pattern of its own, so that a
-figure reads without colour; labels stand beside the lines. Figures are saved as PNG under
-`figures/`, where the README and slides find them.
+figure reads without colour; labels stand beside the lines. Some colours mean the same in every
+lesson: prefill, decode, the cache, what waits, a peer. Predictions are dashed. Figures are saved
+under `figures/`, where the README and slides find them: PNG, or GIF where something moves.
 """
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, PURPLE, GREY = "#56B4E9", "#CC79A7", "#666666"
+PREFILL, DECODE, CACHE, WAITING, PEER = BLUE, ORANGE, GREEN, GREY, PURPLE
 COLOURS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
@@ -75,14 +79,81 @@ def save(fig: "Figure", name: str) -> Path:
 
     $MINILLM_FIGURES names another folder. Raises ValueError if the file has more than 100 kB.
     """
-    folder = figures_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.png"
+    path = _path(f"{name}.png")
     fig.tight_layout()
     fig.savefig(path, dpi=110)
-    if path.stat().st_size > 100_000:
+    return _not_too_large(path, 100_000)
+
+
+def animate(
+    draw: "Callable[[Axes, int], None]",
+    n_frames: int,
+    name: str,
+    *,
+    width: float = 7.5,
+    height: float = 2.6,
+    seconds_each: float = 0.5,
+) -> Path:
+    """Save `figures/NAME.gif` of `n_frames` pictures and return the path.
+
+    `draw(ax, i)` draws picture i on empty axes without a frame, from (0, 0) to (1, 1). The last
+    picture stands for three seconds, so it should say something by itself. Raises ValueError if
+    the file has more than 300 kB.
+    """
+    import matplotlib.pyplot as plt
+    from PIL import Image
+
+    fig, (ax,) = figure(width=width, height=height)
+    ax.set_position((0.01, 0.01, 0.98, 0.98))
+    pictures = []
+    for i in range(n_frames):
+        ax.clear()
+        ax.set(xlim=(0, 1), ylim=(0, 1))
+        ax.axis("off")
+        draw(ax, i)
+        fig.canvas.draw()
+        size, pixels = fig.canvas.get_width_height(), bytes(fig.canvas.buffer_rgba())
+        picture = Image.frombytes("RGBA", size, pixels).convert("RGB")
+        pictures.append(picture.quantize(32))
+    plt.close(fig)
+    path = _path(f"{name}.gif")
+    shown = [round(1000 * seconds_each)] * (n_frames - 1) + [3000]
+    pictures[0].save(
+        path, save_all=True, append_images=pictures[1:], duration=shown, loop=0, optimize=True
+    )
+    return _not_too_large(path, 300_000)
+
+
+def slider(draw: "Callable[..., Figure]", name: str, **ranges: object) -> None:
+    """A figure with sliders in JupyterLab, and a plain figure wherever there is no browser.
+
+    `draw(**values)` returns a figure; its defaults make the plain one, saved as `figures/NAME.png`.
+    `ranges`: for each of its arguments what `ipywidgets.interact` takes, such as (1, 64) for a
+    slider or a list for a menu. Jupyter's server says that it is there by $JPY_SESSION_NAME.
+    """
+    save(draw(), name)
+    if "JPY_SESSION_NAME" in os.environ:
+        import matplotlib.pyplot as plt
+        from ipywidgets import interact
+
+        plt.close("all")  # only the one with sliders is shown
+
+        def redraw(**values: object) -> None:
+            draw(**values)
+            plt.show()
+
+        interact(redraw, **ranges)
+
+
+def _path(name: str) -> Path:
+    folder = figures_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / name
+
+
+def _not_too_large(path: Path, limit: int) -> Path:
+    if (size := path.stat().st_size) > limit:
         raise ValueError(
-            f"{path.name} has {path.stat().st_size} bytes; make the figure simpler or smaller, "
-            "the limit is 100000."
+            f"{path.name} has {size} bytes; make it simpler or smaller, the limit is {limit}."
         )
     return path

@@ -18,7 +18,7 @@ ORDER = (
     "proposals", "steps", "engine_config", "engine", "parallel", "parallel.plan",
     "parallel.step_time", "parallel.collectives", "parallel.tensor", "parallel.pipeline",
     "parallel.loading", "parallel.serving", "parallel.with_pytorch", "parallel.__main__",
-    "teacher_text", "distill", "workload", "plots",
+    "teacher_text", "distill", "workload", "plots", "exercises",
     "bench", "bench.recording", "bench.models", "bench.peers", "bench.decode",
     "bench.prefill", "bench.attention", "bench.serve_gpu", "bench.serve", "bench.load",
     "bench.quantize", "bench.speculate", "bench.gpu", "bench.gpu_kernels", "bench.gpu_model",

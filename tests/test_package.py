@@ -174,7 +174,10 @@ def test_only_declared_dependencies_are_imported():
     dependencies = tomllib.loads(text)["project"]["dependencies"]
     declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in dependencies}
     # Imported where they are used.
-    extra = {"plots": {"matplotlib"}, "bench.peers": {"transformers", "xllamacpp"}}
+    extra = {
+        "plots": {"matplotlib", "PIL", "ipywidgets"},
+        "bench.peers": {"transformers", "xllamacpp"},
+    }
     for module, tree in TREES.items():
         used = {name.partition(".")[0] for name in imports(tree)}
         used -= set(sys.stdlib_module_names) | {"minillm"}

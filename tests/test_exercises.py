@@ -1,0 +1,80 @@
+"""Exercises are the learner's own work; figures that move or can be moved."""
+
+import pytest
+import torch
+from PIL import Image
+
+from minillm import measure, plots
+from minillm.exercises import own_work
+
+
+def honest(x):
+    return x + 1
+
+
+def hidden_call(x):
+    def inner():
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    return inner()
+
+
+def imports(x):
+    from minillm import attention
+
+    return attention(x, x, x)
+
+
+class Cache:
+    def attend(self, x):
+        return [torch.softmax(y, -1) for y in x]
+
+
+def test_own_work_reads_names_wherever_they_stand():
+    own_work(honest, "attention")
+    own_work(Cache, "attention")
+    for solution, name in (
+        (hidden_call, "scaled_dot_product_attention"),
+        (imports, "attention"),
+        (Cache, "softmax"),
+    ):
+        with pytest.raises(AssertionError, match=f"{solution.__name__} uses {name}"):
+            own_work(solution, "nothing", name)
+
+
+def test_an_animation_has_its_frames_and_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINILLM_FIGURES", str(tmp_path))
+    path = plots.animate(lambda ax, i: ax.text(0.5, 0.5, str(i)), 4, "counting")
+    with Image.open(path) as image:
+        assert image.n_frames == 4 and image.format == "GIF"
+    with pytest.raises(ValueError, match="limit is 1\\."):
+        plots._not_too_large(path, 1)
+
+
+def test_a_slider_is_a_plain_figure_without_a_browser(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINILLM_FIGURES", str(tmp_path))
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    drawn = []
+
+    def draw(n=3):
+        drawn.append(n)
+        fig, (ax,) = plots.figure()
+        ax.bar(range(n), range(n))
+        return fig
+
+    plots.slider(draw, "bars", n=(1, 9))
+    assert drawn == [3] and (tmp_path / "bars.png").exists()
+    monkeypatch.setenv("JPY_SESSION_NAME", "lesson.ipynb")
+    asked = {}
+    monkeypatch.setattr("ipywidgets.interact", lambda redraw, **ranges: asked.update(ranges))
+    plots.slider(draw, "bars", n=(1, 9))
+    assert asked == {"n": (1, 9)}
+
+
+def test_a_busy_machine_is_named(monkeypatch, capsys):
+    assert 0 < measure.cores_received(0.01) < 1.5
+    monkeypatch.setattr(measure, "cores_received", lambda: 0.5)
+    assert not measure.quiet()
+    assert "Only 50% of this machine's cores are free" in capsys.readouterr().out
+    monkeypatch.setattr(measure, "cores_received", lambda: 1.0)
+    assert measure.quiet() and capsys.readouterr().out == ""
