@@ -51,6 +51,20 @@ def test_an_animation_has_its_frames_and_a_limit(tmp_path, monkeypatch):
         plots._not_too_large(path, 1)
 
 
+def test_a_figure_is_shown_sharp_and_described(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINILLM_FIGURES", str(tmp_path))
+    monkeypatch.setattr("IPython.get_ipython", lambda: object())
+    shown = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    fig, (ax,) = plots.figure(width=4, height=2)
+    ax.set_title("Blocks waste less")
+    path = plots.save(fig, "blocks")
+    (picture,) = shown
+    assert picture.alt == "Blocks waste less" and picture.width == 400
+    with Image.open(path) as image:
+        assert image.size == (800, 400)
+
+
 def test_a_slider_is_a_plain_figure_without_a_browser(tmp_path, monkeypatch):
     monkeypatch.setenv("MINILLM_FIGURES", str(tmp_path))
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)

@@ -175,7 +175,7 @@ def test_only_declared_dependencies_are_imported():
     declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in dependencies}
     # Imported where they are used.
     extra = {
-        "plots": {"matplotlib", "PIL", "ipywidgets"},
+        "plots": {"matplotlib", "PIL", "ipywidgets", "IPython"},
         "bench.peers": {"transformers", "xllamacpp"},
     }
     for module, tree in TREES.items():
