@@ -74,7 +74,7 @@ gpu: setup
 # One assignment a lesson. Nothing is deleted or changed that is there already: releases, a
 # gradebook, submissions, feedback, lessons that a learner has begun.
 course: setup
-	mkdir -p "$(COURSE)"
+	mkdir -p "$(COURSE)/exchange"
 	[ -e "$(COURSE)/nbgrader_config.py" ] || cp notebooks/nbgrader_config.py "$(COURSE)/"
 	@for lesson in $(LESSONS); do \
 	  name=$$(basename $$lesson .ipynb); own="$(COURSE)/source/$$name/$$name.ipynb"; \

@@ -64,7 +64,7 @@ def unchecked_attention(
         return triton_attention(q, k, v, causal, scale)
     if backend == "tiled":
         return FlashAttention.apply(q, k, v, causal, scale, "tiled")
-    return _reference(q, k, v, causal, scale)
+    return reference_attention(q, k, v, causal, scale)
 
 
 def check_backend(backend: str, known: tuple[str, ...] = BACKENDS) -> None:
@@ -114,7 +114,7 @@ def causal_mask(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
     return torch.ones(n_queries, n_keys, dtype=torch.bool, device=device).tril(n_keys - n_queries)
 
 
-def _reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     """To read and to test against: every score in memory, softmax in float32."""
     B, T, H, D = q.shape
     S, K = k.shape[1:3]

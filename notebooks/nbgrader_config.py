@@ -5,6 +5,8 @@ import os
 c = get_config()  # noqa: F821, nbgrader provides it
 
 c.CourseDirectory.course_id = "minillm"
+# Where releases and submissions are exchanged; on a hub, a folder that all its users can write to.
+c.Exchange.root = os.path.join(os.path.dirname(os.path.abspath(__file__)), "exchange")
 # A lesson takes about a minute alone, and several times as long on a busy machine.
 c.ExecutePreprocessor.timeout = 600
 c.ClearSolutions.code_stub = {
