@@ -89,7 +89,8 @@ course: setup
 	@echo "The course is in $(COURSE)/; notebooks/README.md says how to go on."
 
 student: course
-	mkdir -p build/student
+	mkdir -p build/student build/figures
+	cp figures/*.gif build/figures/
 	@for lesson in "$(COURSE)"/release/*/*.ipynb; do \
 	  [ -e "build/student/$${lesson##*/}" ] || cp "$$lesson" build/student/ || exit 1; \
 	done
@@ -98,7 +99,7 @@ student: course
 handout: course
 	@[ ! -e "$(HANDOUT)" ] || { echo "$(HANDOUT) is there already; move it away, or name another folder: make handout HANDOUT=FOLDER"; exit 1; }
 	mkdir -p build
-	tar --exclude=__pycache__ -cf build/handout.tar minillm figures/data figures/generation.gif \
+	tar --exclude=__pycache__ -cf build/handout.tar minillm figures/data figures/*.gif \
 	  pyproject.toml constraints.txt environment.yml Makefile README.md LICENSE
 	mkdir -p "$(HANDOUT)/notebooks"
 	tar -xf build/handout.tar -C "$(HANDOUT)"

@@ -4,6 +4,7 @@ Executed in order, exercises that nbgrader understands, cells that can be read.
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,8 @@ def test_committed_as_executed(cells):
     for output in (o for c in code(cells) for o in c["outputs"]):
         assert output["output_type"] != "error"
         text = json.dumps(output)
-        for word in ("Warning", "Traceback", "/root/", "/home/", "/tmp/"):
+        assert output.get("name") != "stderr"
+        for word in ("Warning", "Traceback", "/root/", "/home/", "/tmp/", "widget"):
             assert word not in text
 
 
@@ -63,6 +65,22 @@ def test_headings_follow_the_rhythm(cells):
     assert text.startswith("# ")
     for heading in ("Exercise", "## Takeaways"):
         assert heading in text
+
+
+def test_pictures_are_described_and_there(cells):
+    for cell in code(cells):
+        for output in cell["outputs"]:
+            if "image/png" in output.get("data", {}):
+                assert output["metadata"]["image/png"]["alt"]
+        if "plots.save(" in source(cell) and len(source(cell).splitlines()) > 12:
+            assert "hide-input" in cell["metadata"].get("tags", ())
+        if "hide-input" in cell["metadata"].get("tags", ()):  # JupyterLab folds by another mark
+            assert cell["metadata"]["jupyter"]["source_hidden"]
+    text = "\n".join(source(c) for c in cells if c["cell_type"] == "markdown")
+    for alt, link in re.findall(r"(?<=!\[)([^]]*)\]\(([^)]+)\)", text):
+        assert alt and (LESSONS[0].parent / link).stat().st_size <= 300_000
+    for link in re.findall(r"\]\(([^):]+\.(?:ipynb|md|py))\)", text):
+        assert (LESSONS[0].parent / link).exists(), link
 
 
 def test_something_is_compared_with_its_recorded_output(cells):
