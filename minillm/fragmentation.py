@@ -22,7 +22,7 @@ Each slot of the pool has room for one token and is in one of five states:
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minillm.blocks import BlockManager, BlockTable, OutOfBlocks
 from minillm.checks import check_whole
@@ -32,7 +32,11 @@ POLICIES = ("max", "oracle", "buddy", "paged")
 
 @dataclass(frozen=True)
 class Sample:
-    """The pool after one step: slots by state, which sum to its size, and sequences by state."""
+    """The pool after one step: slots by state, which sum to its size, and sequences by state.
+
+    Then what happened in the step: sequences that got their last token, sequences that were sent
+    back to the queue, and tokens computed again for some that had been sent back and were let in.
+    """
 
     used: int
     reserved: int
@@ -41,6 +45,9 @@ class Sample:
     free: int
     running: int
     waiting: int
+    finished: int = 0
+    sent_back: int = 0
+    recomputed: int = 0
 
 
 class FirstFit:
@@ -144,7 +151,8 @@ def simulate(
     served. In each step, requests are let in from the front of the queue until one does not fit;
     then every running sequence grows by a token, and leaves when it has its final length. When
     "paged" runs out of blocks, it sends the youngest sequence back to the queue, as
-    `minillm.scheduler` does.
+    `minillm.scheduler` does; all its tokens are computed again when it is let in. A step counts
+    the same whatever is computed in it.
     max_len: the most tokens of a request, prompt and output together. block_size: P, for "paged".
     n_steps: stop after that many steps, or with None when all requests are done.
     Raises ValueError for sizes that are not whole numbers, for a request without prompt or output
@@ -187,7 +195,12 @@ def simulate(
             pool.free(request.start, length(request))
 
     while (queue or running) and (n_steps is None or len(samples) < n_steps):
-        while queue and let_in(queue[0]):
+        sent_back = recomputed = 0
+        while queue:
+            known = queue[0].stored  # more than 0 if it was sent back
+            if not let_in(queue[0]):
+                break
+            recomputed += known
             running.append(queue.popleft())
         for request in list(running):
             while request in running:
@@ -201,8 +214,12 @@ def simulate(
                     youngest = running[-1]
                     leave(youngest)
                     queue.appendleft(youngest)
-        samples.append(_sample(running, queue, policy, pool, manager, n_slots, length))
-        for request in [r for r in running if r.stored == r.final]:
+                    sent_back += 1
+        sample = _sample(running, queue, policy, pool, manager, n_slots, length)
+        done = [r for r in running if r.stored == r.final]
+        events = {"finished": len(done), "sent_back": sent_back, "recomputed": recomputed}
+        samples.append(replace(sample, **events))
+        for request in done:
             leave(request)
     return samples
 

@@ -1,14 +1,23 @@
-"""Virtual time: a small model produces the tokens, and the clock moves as for a large one.
+"""Virtual time: the clock moves as for a large model, and a small one or none makes the tokens.
 
 Each step takes what the roofline says that a large model's step takes on other hardware, so a
 load test of a 70B model on eight GPUs runs on a laptop.
+
+    VirtualClock    for an engine whose tokens a small model makes
+    VirtualEngine   the scheduler and the blocks of an engine, with no model at all: faster
+
 Not here: attention scores, launches, the time between steps.
 """
 
+from collections.abc import Sequence
+
 from minillm import costs
+from minillm.blocks import BlockManager
 from minillm.config import ModelConfig
 from minillm.hardware import Hardware, roofline_seconds
-from minillm.timeline import Clock
+from minillm.request import Completion, Request
+from minillm.scheduler import Scheduler
+from minillm.timeline import Clock, Stats
 
 
 def step_seconds(
@@ -41,6 +50,81 @@ class VirtualClock(Clock):
     def passed(self, prefilled: int, decoded: int, context: int) -> None:
         numbers = prefilled, decoded, context
         self._now += step_seconds(self._config, self._hardware, *numbers, self._dtype)
+
+
+class VirtualEngine:
+    """The scheduler, the blocks and the clock of a large model's engine, without its model.
+
+    Every token is token 0, and a step takes `step_seconds`. When requests come and go depends on
+    lengths alone, so the times are those of an `Engine` with the same limits on a `VirtualClock`.
+    n_blocks: as many as fit beside the weights into `hardware`, unless given.
+    Not here: stop ids, sampling, guesses, static batches.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        hardware: Hardware,
+        dtype: str = "float16",
+        *,
+        max_seqs: int = 64,
+        max_batch_tokens: int = 512,
+        n_blocks: int | None = None,
+        block_size: int = 16,
+        prefix_caching: bool = False,
+    ):
+        if n_blocks is None:
+            free = hardware.memory_bytes - costs.weight_bytes(config, dtype)
+            n_blocks = int(free // (block_size * costs.kv_bytes_per_token(config, dtype)))
+        manager = BlockManager(n_blocks, block_size, prefix_caching=prefix_caching)
+        limits = {"max_seqs": max_seqs, "max_batch_tokens": max_batch_tokens}
+        self.scheduler = Scheduler(manager, **limits)
+        self.clock, self.stats = VirtualClock(config, hardware, dtype), Stats()
+        self._next_id = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int,
+        *,
+        sampling: None = None,
+        arrival: float | None = None,
+    ) -> int:
+        """Queue a request; returns its id. Raises ValueError for what could never run."""
+        if not prompt_ids or max_new_tokens < 1 or sampling is not None:
+            raise ValueError("Give at least one prompt token, one new token, and no sampling.")
+        arrival = self.clock.arrival(arrival)
+        request = Request(self._next_id, list(prompt_ids), max_new_tokens, arrival=arrival)
+        self.scheduler.check(request)
+        self.scheduler.submit(request)
+        self._next_id += 1
+        return request.id
+
+    def step(self) -> list[Completion]:
+        """Let a step's time pass; returns the requests that are over with it."""
+        scheduler, start, ended = self.scheduler, self.clock.now(), []
+        plan = scheduler.schedule()
+        if not plan.work:
+            return []
+        for work in plan.work:
+            work.request.table.n_tokens += len(work.tokens)
+        self.clock.passed(*plan.counts)
+        self.stats.record(plan, scheduler, start, self.clock.now())
+        for work in plan.work:
+            request = work.request
+            scheduler.manager.remember(request.table, request.ids)
+            if work.n_logits:
+                request.accept([0], self.clock.now())
+            if request.end_reason:
+                request.ended, request.finish_reason = self.clock.now(), request.end_reason
+                scheduler.finish(request)
+                ended.append(request.completion())
+        return ended
 
 
 def saturation_rate(

@@ -245,7 +245,7 @@ def azure_trace(n: int) -> list[tuple[int, int]]:
 def test_claim_21_a_fifth_to_three_eighths_of_the_reserved_cache_was_used():
     """20–38% of the reserved cache held tokens.
 
-    So it is when the reservation is 1.0 to 1.7 times the longest; paging: 98%.
+    So it is when the reservation is 1.0 to 1.5 times the longest; at 1.7 times 18%, paging 98%.
     """
     longest = AZURE_PROMPT[-1][1] + AZURE_OUTPUT[-1][1]
 
@@ -253,8 +253,8 @@ def test_claim_21_a_fifth_to_three_eighths_of_the_reserved_cache_was_used():
         samples = simulate(azure_trace(300), policy, n_slots=1 << 17, max_len=max_len, n_steps=300)
         return sum(s.used for s in samples) / sum(s.used + s.reserved + s.internal for s in samples)
 
-    shares = [used("max", n) for n in (longest, 5120, 8192)]
-    assert shares == pytest.approx([0.37, 0.34, 0.20], abs=0.01)
+    shares = [used("max", n) for n in (longest, 5120, 7100, 8192)]
+    assert shares == pytest.approx([0.33, 0.30, 0.21, 0.18], abs=0.01)
     assert used("paged", longest) > 0.98
 
 

@@ -14,8 +14,9 @@ plus a block of offsets is a block of addresses. Blocks are named by what they h
 
 Triton compiles them for NVIDIA GPUs. With TRITON_INTERPRET=1 in the environment before Python
 starts, NumPy runs them on the CPU, one program after the other: thousands of times slower, exact
-enough to test with, and open to a debugger. The kernels check nothing; their callers
-(`minillm.flash`, `minillm.ragged`, `minillm.model`) ask `why_not_triton` or `why_not_here` first.
+enough to test with, and open to a debugger. The kernels check nothing: `minillm.attention`,
+`minillm.ragged`, `minillm.model` and `minillm.quantized_linear` ask `why_not_triton` or
+`why_not_here` before one of them is started.
 """
 
 import importlib.util
