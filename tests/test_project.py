@@ -131,7 +131,7 @@ def test_figures_are_small_and_used():
         assert path.stat().st_size <= 100_000
         assert f'\\"{path.stem}\\"' in text  # a lesson saves it
         width, height = struct.unpack(">II", path.read_bytes()[16:24])
-        assert 300 < width < 2000 and 150 < height < 2000
+        assert 600 < width < 3000 and 300 < height < 3000  # twice the size on the page
 
 
 def test_ci_calls_make_test_and_nothing_else():
