@@ -9,6 +9,7 @@ under `figures/`, where the README and slides find them: PNG, or GIF where somet
 import os
 import sys
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -147,18 +148,18 @@ def slider(draw: "Callable[..., Figure]", name: str, **ranges: object) -> None:
     `ranges`: for each of its arguments what `ipywidgets.interact` takes, such as (1, 64) for a
     slider or a list for a menu. Jupyter's server says that it is there by $JPY_SESSION_NAME.
     """
-    save(draw(), name)
-    if "JPY_SESSION_NAME" in os.environ:
-        import matplotlib.pyplot as plt
-        from ipywidgets import interact
+    if "JPY_SESSION_NAME" not in os.environ:
+        save(draw(), name)
+        return
+    import matplotlib.pyplot as plt
+    from ipywidgets import interact
 
-        plt.close("all")  # only the one with sliders is shown
+    @wraps(draw)  # so that the sliders begin at its defaults
+    def redraw(**values: object) -> None:
+        draw(**values)
+        plt.show()
 
-        def redraw(**values: object) -> None:
-            draw(**values)
-            plt.show()
-
-        interact(redraw, **ranges)
+    interact(redraw, **ranges)
 
 
 def _path(name: str) -> Path:
