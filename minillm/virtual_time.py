@@ -74,8 +74,7 @@ class VirtualEngine:
         prefix_caching: bool = False,
     ):
         if n_blocks is None:
-            free = hardware.memory_bytes - costs.weight_bytes(config, dtype)
-            n_blocks = int(free // (block_size * costs.kv_bytes_per_token(config, dtype)))
+            n_blocks = costs.max_batch_size(config, block_size, hardware.memory_bytes, dtype)
         manager = BlockManager(n_blocks, block_size, prefix_caching=prefix_caching)
         limits = {"max_seqs": max_seqs, "max_batch_tokens": max_batch_tokens}
         self.scheduler = Scheduler(manager, **limits)
