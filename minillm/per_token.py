@@ -22,8 +22,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype == torch.bfloat16 and x.numel() <= _FEW * C and x.device.type == "cpu":
         # A CPU makes ten small operations of F.rms_norm, and one of layer_norm, which subtracts the
         # mean first. That of (x, -x) is 0. With weights in 4 bits this is 5% of a decode step.
-        both = F.layer_norm(torch.cat((x, -x), -1), (2 * C,), None, None, eps)
-        return both[..., :C] * weight
+        both = torch.layer_norm(torch.cat((x, -x), -1), (2 * C,), None, None, eps)
+        return both.narrow(-1, 0, C) * weight
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
