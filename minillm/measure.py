@@ -111,7 +111,11 @@ def memory_speeds(
 def read_bandwidth(
     device: torch.device, dtype: torch.dtype, matrix: torch.Tensor | None = None
 ) -> float:
-    """Bytes per second that memory gives: the bound of whatever reads it. Takes about 0.5 s."""
+    """Bytes per second that memory gives: the bound of whatever reads it. Takes about 0.5 s.
+
+    On a CPU it is what one large matrix-vector product reads, the kind of product that decode is
+    made of. Some CPUs read a plain sum faster, so this bound can be beaten there.
+    """
     if device.type == "cuda":
         return max(memory_speeds(device, dtype, matrix).values())
     matrix = _large_matrix(device, dtype) if matrix is None else matrix
