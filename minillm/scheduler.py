@@ -152,9 +152,9 @@ class Scheduler:
                     chosen[request] = n
                     budget -= n
                     break
-        # A request that was just sent back is first in the queue. It needs as many blocks as it
-        # gave back, and one of those is taken, so it is let in again only if a sample that shared
-        # them was sent back as well.
+        # A request that was just sent back is first in the queue. It needs at least as many blocks
+        # as it gave back, and one of those is taken, so it is let in again only if a sample that
+        # shared them was sent back as well.
         while may_admit and (budget or self.policy == "static"):
             request = next((r for r in self.waiting if r.parent is None), None)
             if request is None or len(self.running) == self.max_seqs:
