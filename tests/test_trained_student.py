@@ -149,7 +149,7 @@ def test_the_packaged_student_is_as_its_record_says():
     teacher, _ = load(dtype="float32")
     student = load_student(teacher)
     tried = [Conversation(*pair) for pair in record["tried"]]
-    found = try_student(student, teacher, tried, n_drafted=2)
+    found = try_student(student, teacher, tried, n_drafted=1)
     assert found["kl"] == pytest.approx(record["after"]["kl"], rel=0.01)
     assert found["agreement"] == pytest.approx(record["after"]["agreement"], abs=0.01)
     # A tie between two tokens may fall another way on another machine.

@@ -157,7 +157,7 @@ def tests(recording: Recording, tiny: bool) -> None:
         recording.gap("tests of the default checkpoint", f"there is none in {cache_folder()}")
         skipped += f" or {_NEED_CHECKPOINT}"
     names = [str(project_folder() / "tests" / name) for name in _TESTS[: 1 if tiny else None]]
-    workers = "2" if tiny else str(max(2, (os.cpu_count() or 4) - 2))
+    workers = "1" if tiny else str(max(2, (os.cpu_count() or 4) - 2))
     for label, chosen, limit in (
         ("tests", f"not ({skipped})", FIRST["tests"] - 70),
         ("tests of specialized kernels", "specialized", 50),
