@@ -36,7 +36,7 @@ def card(config: ModelConfig, hardware: Hardware, batch: int, seq: int, dtype: s
         f"KV cache         {cache / 1e9:>15.2f} GB  ({per_token:,} bytes a token)",
         "",
         f"prefill          {prompt_flops / 1e12:>12.2f} TFLOP  for one prompt of {seq} tokens",
-        f"decode           {token_flops / 1e9:>12.2f} GFLOP  for one token after {seq}",
+        f"decode           {token_flops / 1e9:>12.2f} GFLOP  for one token that sees {seq}",
         f"decode intensity {intensity:>12.1f} FLOP per byte  (ridge point {ridge:.0f})",
         "",
         *_bounds(config, hardware, batch, seq, dtype),

@@ -65,6 +65,17 @@ def test_a_figure_is_shown_sharp_and_described(tmp_path, monkeypatch):
         assert image.size == (800, 400)
 
 
+@pytest.mark.parametrize("scale", ["linear", "log"])
+def test_names_at_the_ends_of_curves_do_not_touch(scale):
+    fig, (ax,) = plots.figure()
+    ax.set(yscale=scale, ylim=(1, 100), xlim=(0, 1))
+    plots.label_ends(ax, 0.5, [(50, "far", "C0"), (10, "above", "C1"), (10, "also above", "C2")])
+    y = {text.get_text(): ax.transData.transform(text.get_position())[1] for text in ax.texts}
+    assert abs(y["above"] - y["also above"]) > 12 / 72 * fig.dpi
+    exactly = ax.transData.transform((0.5, 50))[1]
+    assert abs(y["far"] - exactly) < 1e-6  # nothing is near it
+
+
 def test_a_slider_is_a_plain_figure_without_a_browser(tmp_path, monkeypatch):
     monkeypatch.setenv("MINILLM_FIGURES", str(tmp_path))
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
