@@ -79,14 +79,20 @@ def series(
 def label_ends(ax: "Axes", x: float, ends: list[tuple[float, str, str]]) -> None:
     """Write names at `x`, where curves end; names that would touch are moved apart.
 
-    ends: (height, name, colour) of each curve. The axes should have their final limits.
+    ends: (height, name, colour) of each curve. The axes should have their final limits. No name
+    touches the lower edge.
     """
     ends = sorted(ends)
-    pixels = [ax.transData.transform((x, height))[1] for height, _, _ in ends]
+    bottom, *pixels = (
+        ax.transData.transform((x, height))[1]
+        for height in (ax.get_ylim()[0], *(height for height, _, _ in ends))
+    )
     apart = 13 / 72 * ax.figure.dpi  # a line of 9 points, and some air
-    for i in list(range(1, len(ends))) * 50:
-        push = max(0.0, apart - (pixels[i] - pixels[i - 1])) / 2
-        pixels[i - 1], pixels[i] = pixels[i - 1] - push, pixels[i] + push
+    for _ in range(50):
+        pixels[0] = max(pixels[0], bottom + apart / 2)
+        for i in range(1, len(ends)):
+            push = max(0.0, apart - (pixels[i] - pixels[i - 1])) / 2
+            pixels[i - 1], pixels[i] = pixels[i - 1] - push, pixels[i] + push
     for y, (_, name, colour) in zip(pixels, ends, strict=True):
         height = ax.transData.inverted().transform((0, y))[1]
         ax.text(x, height, name, color=colour, va="center", fontsize=9)
