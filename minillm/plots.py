@@ -87,7 +87,7 @@ def label_ends(ax: "Axes", x: float, ends: list[tuple[float, str, str]]) -> None
         ax.transData.transform((x, height))[1]
         for height in (ax.get_ylim()[0], *(height for height, _, _ in ends))
     )
-    apart = 13 / 72 * ax.figure.dpi  # a line of 9 points, and some air
+    apart = 11.5 / 72 * ax.figure.dpi  # a line of 9 points, and some air
     for _ in range(50):
         pixels[0] = max(pixels[0], bottom + apart / 2)
         for i in range(1, len(ends)):
