@@ -26,7 +26,7 @@ from minillm.kv_cache import KVCache
 from minillm.model import Decoder
 from minillm.paged import PagedKVCache
 from minillm.request import Request
-from minillm.sampling import Sampling, draw, pick, probabilities
+from minillm.sampling import Sampling, draw, likeliest, pick, probabilities
 
 CATCH_UP = 512
 """Tokens of prompts that a drafting model computes in one pass, before it guesses."""
@@ -137,7 +137,7 @@ class _ModelSession:
             self._seen += fed
             logits = self._model.head(hidden[0, -1:])  # (1, V)
             if self._greedy:
-                fed = [int(logits[0].float().argmax())]
+                fed = [int(likeliest(logits[0]))]
             else:
                 rows.append(probabilities(logits, self._sampling))
                 fed = pick(rows[-1], uniforms[i : i + 1])
@@ -198,7 +198,7 @@ class _ModelBatch:
             hidden = self._model.hidden(row, self._cache.batch(tables, n_new))[0]
             ends = torch.tensor(list(accumulate(n_new)), device=hidden.device) - 1
             logits = self._model.head(hidden[ends])  # (n, V)
-            best, samplings = logits.argmax(-1).tolist(), [r.sampling for r in fed]
+            best, samplings = likeliest(logits).tolist(), [r.sampling for r in fed]
             uniforms = [r.uniform(n_done) for r in fed]
             drawn = draw(logits, best, range(len(fed)), samplings, uniforms)
             n_done += 1

@@ -30,7 +30,7 @@ from minillm.drafters import Draft
 from minillm.grid import Grid, to_int8
 from minillm.model import Decoder
 from minillm.request import Request
-from minillm.sampling import Sampling
+from minillm.sampling import Sampling, likeliest
 from minillm.training import fit, save_whole
 
 PACKAGED_HEADS = Path(__file__).parent / "data" / "medusa.safetensors"
@@ -167,7 +167,7 @@ class _Guesses:
         weight = self._heads.weight
         turned = self._heads(states.to(weight.device, weight.dtype), k)  # (n, k, C)
         logits = self._target.head(turned.to(states.device, states.dtype))
-        return logits.argmax(-1).tolist()
+        return likeliest(logits).tolist()
 
 
 class _BatchGuesses:

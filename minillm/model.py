@@ -85,8 +85,8 @@ class Layer(nn.Module):
         matrix, weight = self._modules, self._parameters
 
         x, normed = ops.add_rms_norm(x, update, weight["attn_norm"], eps)
-        qkv = matrix["qkv"](normed).unflatten(-1, (H + 2 * K, D))  # (B, T, H + 2K, D)
-        qk, v = qkv.narrow(-2, 0, H + K), qkv.narrow(-2, H + K, K)
+        qkv = matrix["qkv"](normed).view(len(x), -1, H + 2 * K, D)  # (B, T, H + 2K, D)
+        qk, v = qkv.split_with_sizes((H + K, K), -2)
         if self.q_norm is not None:
             q, k = qk.split((H, K), dim=-2)
             qk = torch.cat((rms_norm(q, self.q_norm, eps), rms_norm(k, self.k_norm, eps)), dim=-2)
@@ -95,7 +95,7 @@ class Layer(nn.Module):
             slots = cache.slots(layer)
         if slots is None:
             qk = apply_rope(qk, *rope)  # q and k turn together, in one call
-            attended = cache.attend(layer, qk.narrow(-2, 0, H), qk.narrow(-2, H, K), v)
+            attended = cache.attend(layer, *qk.split_with_sizes((H, K), -2), v)
         else:
             attended = cache.attend_written(layer, ops.rope_and_write(qk, v, rope, slots))
 

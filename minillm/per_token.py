@@ -12,18 +12,18 @@ from torch import Tensor
 
 from minillm.config import ModelConfig
 
-_FEW = 4
-"""Rows."""
+_ZERO = torch.zeros((), dtype=torch.bfloat16)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight, over the last dimension."""
     C = x.shape[-1]
-    if x.dtype == torch.bfloat16 and x.numel() <= _FEW * C and x.device.type == "cpu":
-        # A CPU makes ten small operations of F.rms_norm, and one of layer_norm, which subtracts the
-        # mean first. That of (x, -x) is 0. With weights in 4 bits this is 5% of a decode step.
-        both = torch.layer_norm(torch.cat((x, -x), -1), (2 * C,), None, None, eps)
-        return both.narrow(-1, 0, C) * weight
+    one_row = x.numel() == C and x.dtype == torch.bfloat16 and x.device.type == "cpu"
+    if one_row and not torch.is_grad_enabled():
+        # In 16 bits a CPU makes ten small operations of F.rms_norm. With the root as a Python
+        # number two are enough, which takes 3% off a decode step with weights in 4 bits.
+        norm = torch.linalg.vector_norm(x, dtype=torch.float32).item()
+        return torch.addcmul(_ZERO, x, weight, value=(norm * norm / C + eps) ** -0.5)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -37,7 +37,8 @@ def add_rms_norm(
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """SiLU(gate) * up of (…, 2F), whose first half is gate; returns (…, F)."""
-    gate, up = gate_up.chunk(2, dim=-1)
+    half = gate_up.shape[-1] // 2
+    gate, up = gate_up.split_with_sizes((half, half), -1)
     return F.silu(gate) * up
 
 

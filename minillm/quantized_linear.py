@@ -28,7 +28,6 @@ from minillm import grid
 from minillm.grid import Grid
 from minillm.kernels import on_device_of, why_not_here
 
-_INT4_PRODUCT = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 MOST_ROWS = 16
 """On a CPU, with more rows than this an int8 matrix is multiplied in bfloat16."""
 
@@ -60,10 +59,6 @@ class QuantizedLinear(nn.Module, ABC):
     def product(self, x: Tensor) -> Tensor:
         """x (M, K) bfloat16 to (M, N)."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """`forward`, without the hooks of nn.Module: looking for them costs 2% of a 4-bit step."""
-        return self.forward(x)
-
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != torch.bfloat16:
             raise TypeError(
@@ -82,6 +77,8 @@ class QuantizedLinear(nn.Module, ABC):
         if self.bias is not None:
             out += self.bias
         return out.view(*shape[:-1], self.out_features)
+
+    __call__ = forward  # without the hooks of nn.Module: looking for them costs 2% of a 4-bit step
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
         found = fn(self.weight)
@@ -190,8 +187,8 @@ class Int4Linear(QuantizedLinear):
         return Grid(q.view(self.out_features, -1), scale.contiguous(), zero.contiguous())
 
     def product(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu":
-            return _INT4_PRODUCT(x, *self._operands)
+        if not x.is_cuda:
+            return torch._weight_int4pack_mm_for_cpu(x, *self._operands)
         if self.few_rows(x):
             from minillm.kernels.few_rows import few_rows_linear
 

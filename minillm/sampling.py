@@ -104,7 +104,7 @@ def probabilities(logits: Tensor, sampling: Sampling | Sequence[Sampling | None]
     if nucleus:
         probs[nucleus] = _top_p(probs[nucleus], column([each[i].top_p for i in nucleus]))
     if greedy:
-        best = logits[greedy].argmax(-1, keepdim=True)
+        best = likeliest(logits[greedy])[:, None]
         one_hot = torch.zeros_like(probs[greedy]).scatter(-1, best, 1.0)
         probs[greedy] = one_hot + 0 * probs[greedy]  # NaN stays NaN
     return probs.view(shape)
@@ -149,6 +149,14 @@ def sample(
     sampling: one for all rows, or one for each. uniforms: a number in [0, 1) for each row.
     """
     return pick(probabilities(logits, sampling), uniforms)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The greedy tokens (…) of logits (…, V): the place of the largest, the first among equals.
+
+    On a CPU `max` finds it three to four times as fast as `argmax`, which would show at 4 bits.
+    """
+    return logits.max(-1).indices
 
 
 def draw(

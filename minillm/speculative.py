@@ -31,7 +31,7 @@ from minillm.drafters import Draft, Drafter, check_drafter, common_start
 from minillm.generate import check_request
 from minillm.kv_cache import KVCache
 from minillm.model import Decoder
-from minillm.sampling import Sampling, pick, probabilities
+from minillm.sampling import Sampling, likeliest, pick, probabilities
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def verified(
     """
     if sampling is not None and not sampling.greedy:
         return accepted(draft, probabilities(logits, sampling), stream)
-    best = logits.float().argmax(-1).tolist()
+    best = likeliest(logits).tolist()
     return best[: common_start(draft.tokens, best) + 1]
 
 

@@ -10,7 +10,7 @@ from minillm.cuda_graphs import DecodeGraphs
 from minillm.model import Decoder
 from minillm.paged import PagedKVCache
 from minillm.request import Request
-from minillm.sampling import draw
+from minillm.sampling import draw, likeliest
 from minillm.scheduler import StepPlan
 
 Taker = tuple[Request, range]
@@ -40,7 +40,7 @@ def forward(
         hidden = model.hidden(row, cache.batch(tables, n_new))[0]
         states = hidden[torch.tensor(wanted, device=hidden.device).long()]
         logits = model.head(states)
-        best = logits.argmax(-1)
+        best = likeliest(logits)
     return logits, best.tolist(), states
 
 

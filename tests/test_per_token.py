@@ -61,3 +61,17 @@ def test_norm_and_gate():
     torch.testing.assert_close(normed, formula)
     gate, up = x[..., :4], x[..., 4:]
     torch.testing.assert_close(silu_mul(x), gate * gate.sigmoid() * up)
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e-3, 1.0, 1e18])
+def test_norm_of_one_row_in_16_bits(size):
+    """It has operations of its own on a CPU, and none of them when gradients are wanted."""
+    x = (size * torch.randn(1, 1, 48)).bfloat16()
+    weight = torch.randn(48).bfloat16().requires_grad_(True)
+    exact = rms_norm(x.double(), weight.double(), 1e-5)
+    with torch.inference_mode():
+        mine = rms_norm(x, weight, 1e-5)
+    assert mine.dtype == torch.bfloat16 and mine.shape == x.shape
+    torch.testing.assert_close(mine.double(), exact, rtol=2**-8, atol=0)
+    rms_norm(x, weight, 1e-5).sum().backward()
+    assert weight.grad is not None

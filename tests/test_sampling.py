@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
 )
 
 from minillm import Sampling
-from minillm.sampling import _NUCLEUS, draw, pick, probabilities, sample
+from minillm.sampling import _NUCLEUS, draw, likeliest, pick, probabilities, sample
 
 INF = float("inf")
 LOGITS = torch.tensor([0.1, 0.4, 0.2, 0.05, 0.15, 0.1]).log()
@@ -417,3 +417,10 @@ def test_rows_that_are_not_numbers_give_minus_one(sampling, bad):
 def test_refusals(options, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_likeliest_is_the_first_among_equals(dtype):
+    logits = torch.tensor([[0, 3, 1, 3], [-torch.inf, -2, -2, -5], [7, 7, 7, 7]], dtype=dtype)
+    assert likeliest(logits).tolist() == [1, 1, 0]
+    assert likeliest(logits[0]).item() == 1

@@ -29,6 +29,7 @@ from minillm.model import Decoder, Layer
 from minillm.parallel.collectives import Group, patient_group, world_size
 from minillm.parallel.plan import check_size, check_stages, part
 from minillm.parallel.tensor import Sequence, check_matrices, shard
+from minillm.sampling import likeliest
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Stage:
                 hidden = self.model.hidden(given[i], cache)
                 if self._wire.is_last:
                     last = hidden[:, -1:].contiguous()  # else its matrix is read once a sequence
-                    token = self.model.head.inner(last).argmax(-1)
+                    token = likeliest(self.model.head.inner(last))
                     columns[i][:, step : step + 1] = token
                     if step < max_new_tokens - 1:
                         self._wire.send_token(token)
