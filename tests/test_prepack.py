@@ -11,40 +11,54 @@ from minillm import Decoder, merge_kv_heads, prepack
 from minillm.model import Linear
 from minillm.prepack import MAX_TOKENS, MIN_TOKENS, PrepackedLinear
 
+DTYPES = [
+    torch.float32,
+    pytest.param(
+        torch.bfloat16,
+        marks=pytest.mark.skipif(
+            not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs a CPU with AVX-512"
+        ),
+    ),
+]
+
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("n_in", "n_out"), [(1, 1), (7, 33), (64, 960), (576, 192)])
 @pytest.mark.parametrize(
     "shape",
-    [(1,), (MIN_TOKENS,), (1, 16), (2, 7), (MAX_TOKENS,), (MAX_TOKENS + 1,), (3, 50)],
+    [(1,), (4,), (1, 16), (2, 7), (MAX_TOKENS,), (MAX_TOKENS + 1,), (3, 50)],
     ids=str,
 )
-def test_the_same_product(shape, n_in, n_out, bias):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_same_product(shape, n_in, n_out, bias, dtype):
     torch.manual_seed(0)
     linear = Linear(n_in, n_out, bias=bias)
     if bias:
         torch.nn.init.normal_(linear.bias)
-    x = torch.randn(*shape, n_in)
+    linear, x = linear.to(dtype), torch.randn(*shape, n_in).to(dtype)
     packed = PrepackedLinear(linear)
     with torch.inference_mode():
         got = packed(x)
         exact = x.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
-    assert got.shape == exact.shape and got.dtype == torch.float32
-    assert (got - exact).abs().max() <= 1e-6 * (1 + exact.abs().max())
+    assert got.shape == exact.shape and got.dtype == dtype
+    error = 1e-6 if dtype == torch.float32 else 2**-8
+    assert (got - exact).abs().max() <= error * (1 + exact.abs().max())
 
 
-def test_a_few_rows_go_through_the_prepacked_copy():
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_few_rows_go_through_the_prepacked_copy(dtype):
     """Spoiling that copy must show for exactly those numbers of tokens.
 
     And never where gradients are wanted.
     """
-    linear = Linear(16, 16, bias=False)
+    linear = Linear(16, 16, bias=False).to(dtype)
     packed = PrepackedLinear(linear)
-    packed._packed = torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16), MAX_TOKENS)
+    zeros = torch.zeros(16, 16, dtype=dtype)
+    packed._packed = torch.ops.mkldnn._reorder_linear_weight(zeros, MAX_TOKENS)
     with torch.inference_mode():
-        spoiled = [n for n in range(1, 100) if not packed(torch.ones(n, 16)).any()]
-    assert spoiled == list(range(MIN_TOKENS, MAX_TOKENS + 1))
-    packed(torch.ones(8, 16)).sum().backward()
+        spoiled = [n for n in range(1, 100) if not packed(torch.ones(n, 16, dtype=dtype)).any()]
+    assert spoiled == list(range(MIN_TOKENS[dtype], MAX_TOKENS + 1))
+    packed(torch.ones(8, 16, dtype=dtype)).sum().backward()
     assert linear.weight.grad.abs().sum() > 0
 
 
@@ -81,8 +95,11 @@ def test_other_modules_stay():
 
 def test_refusals(monkeypatch):
     model = Decoder(tiny_config())
-    message = r"float32 on a CPU, and the model is torch\.bfloat16 on cpu"
+    message = r"float32 and bfloat16 on a CPU, and the model is torch\.float16 on cpu"
     with pytest.raises(ValueError, match=message):
+        prepack(Decoder(tiny_config()).half())
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    with pytest.raises(ValueError, match="in bfloat16 needs a CPU with AVX-512"):
         prepack(Decoder(tiny_config()).bfloat16())
     with pytest.raises(ValueError, match="on meta; use it as it is"):
         prepack(Decoder(tiny_config()).to("meta"))
