@@ -1,5 +1,6 @@
 """Every benchmark's measured functions on a tiny model, so that none rots unseen."""
 
+import copy
 import importlib.util
 import json
 import math
@@ -110,12 +111,14 @@ def test_attention(recording):
 
 def test_serve(recording, model):
     prompts, answers = [[1, 2, 3], [4, 5], [6]], {"of many lengths": [3, 1, 2]}
-    serve.measure_requests(recording, model, model, prompts, answers, llama_cpp=False, **REPEATS)
+    forms = {"float32": model, "bfloat16": copy.deepcopy(model).bfloat16()}
+    serve.measure_requests(recording, model, forms, prompts, answers, llama_cpp=False, **REPEATS)
     serve.measure_paging_waste(recording, n_requests=8, **REPEATS)
     serve.measure_prefix(recording, model, n=64, **REPEATS)
     serve.measure_overhead(recording, model, n=3, n_new=2, **REPEATS)
     assert rows(recording)[0]["against"].keys() == {"one at a time", "transformers"}
-    assert len(rows(recording)) == 5
+    assert rows(recording)[1]["against"].keys() == {"float32"}
+    assert len(rows(recording)) == 6
 
 
 def test_serve_on_a_gpu_but_for_the_gpu(recording, model):

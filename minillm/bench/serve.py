@@ -54,7 +54,15 @@ def bench(device: torch.device) -> Path:
     settings = {"model": model.config.name, "prompt_tokens": lengths, "new_tokens": answers}
     recording = Recording("serve", device, settings)
     served = prepack(model) if device.type == "cpu" else model
-    measure_requests(recording, model, served, prompts, answers, llama_cpp=device.type == "cpu")
+    forms = {dtype_name(model.dtype): served}
+    if device.type == "cpu":
+        from minillm.weights import load
+
+        small, _ = load(device=device, dtype="bfloat16")
+        has_layout = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        forms["bfloat16"] = prepack(small) if has_layout else small
+    measure_requests(recording, model, forms, prompts, answers, llama_cpp=device.type == "cpu")
+    del forms
     measure_paging_waste(recording)
     measure_prefix(recording, served)
     measure_overhead(recording, served)
@@ -69,29 +77,31 @@ def bench(device: torch.device) -> Path:
 def measure_requests(
     recording: Recording,
     model: Decoder,
-    served: Decoder,
+    forms: dict[str, Decoder],
     prompts: list[list[int]],
     answers: dict[str, list[int]],
     *,
     llama_cpp: bool,
     repeats: int = 5,
 ) -> None:
-    """A row for each kind of answers: tokens per second of the engine, with `served`, and peers.
+    """A row for each kind of answers and each of `forms`: tokens a second of the engine, and peers.
 
-    Only tokens that were asked for count.
+    forms: what the engine computes with. The first is compared with the peers, one of which runs
+    `model` itself; the others with the first, and with llama.cpp. Only tokens that were asked for
+    count.
     """
     device = model.device
     config = EngineConfig(n_blocks=256, max_seqs=16, cuda_graphs=device.type == "cuda")
-    engine = Engine(served, config)
+    engines = {name: Engine(served, config) for name, served in forms.items()}
     twin = None
     if has("transformers", recording, "transformers"):
         twin = transformers_twin(model)
     llama_cpp = llama_cpp and has("xllamacpp", recording, LLAMA_CPP)
     for kind, lengths in answers.items():
         calls: dict[str, Callable[[], Any]] = {
-            "minillm": partial(_serve_all, engine, prompts, lengths),
-            "one at a time": partial(_one_by_one, model, prompts, lengths),
+            name: partial(_serve_all, engine, prompts, lengths) for name, engine in engines.items()
         }
+        calls["one at a time"] = partial(_one_by_one, model, prompts, lengths)
         if twin is not None:
             longest = max(lengths)
             calls["transformers"] = partial(transformers_static_batch, twin, prompts, longest)
@@ -101,17 +111,22 @@ def measure_requests(
             timed[LLAMA_CPP] = partial(llama_cpp_seconds, prompts, lengths, threads)
         times = alternate(timed, repeats)
         took = {name: median(values) for name, values in times.items()}
-        what = f"serve {len(prompts)} requests at once, answers {kind}, {dtype_name(model.dtype)}"
+        what = f"serve {len(prompts)} requests at once, answers {kind}"
         in_words = ", ".join(f"{name} {sum(lengths) / t:,.0f}" for name, t in took.items())
         print(f"{what}: {in_words} tokens/s")
-        ours = took.pop("minillm")
-        row = {
-            "what": what,
-            "value": sum(lengths) / ours,
-            "unit": "tokens/s",
-            "against": {name: t / ours for name, t in took.items()},
-        }
-        recording.add(row, {f"{name}, answers {kind}": values for name, values in times.items()})
+        first, *more = forms
+        peers = {first: [name for name in took if name not in forms]}
+        peers |= {name: [peer for peer in (first, LLAMA_CPP) if peer in took] for name in more}
+        for name, others in peers.items():
+            row = {
+                "what": f"{what}, {name}",
+                "value": sum(lengths) / took[name],
+                "unit": "tokens/s",
+                "against": {other: took[other] / took[name] for other in others},
+            }
+            recording.add(row, {})
+        every = {f"{name}, answers {kind}": values for name, values in times.items()}
+        recording.add(None, every)
 
 
 def _serve_all(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> None:
