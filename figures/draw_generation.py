@@ -1,6 +1,6 @@
-"""Draws figures/generation.gif: the default model generating, step by step, with real numbers.
+"""Draws figures/generation.gif: the default model generating, pass by pass, with real numbers.
 
-Each step reads all weights once. The first reads them for the whole prompt, every later one for a
+Each pass reads all weights once. The first reads them for the whole prompt, every later one for a
 single token; the cache gains a slot for each token. Clock and tokens are those of this machine.
 """
 
@@ -17,7 +17,7 @@ from minillm.folders import figures_folder
 from minillm.plots import BLUE, GREY, ORANGE
 
 PROMPT, N_NEW = "A language model is", 14
-SWEEP = 3  # frames in which the weights of one step stream past
+SWEEP = 3  # frames in which the weights of one pass stream past
 SLOTS = 18
 MILLISECONDS = 160  # that a picture is shown
 
@@ -85,22 +85,20 @@ def draw(
         ax.axis("off")
     text, weights, cache, numbers = axes
     draw_text(text, prompt, answer, frame.n_new)
-    weights.text(0, 0.9, "weights: every step reads all of them", fontsize=10, color=GREY)
+    weights.text(0, 0.9, "weights: every pass reads all of them", fontsize=10, color=GREY)
     for i in range(n_layers):
         read = i in frame.layers
         place = (i / n_layers, 0.1)
         face = GREY if read else "#E4E4E4"
         weights.add_patch(Rectangle(place, 0.75 / n_layers, 0.62, color=face, linewidth=0))
-    cache.text(0, 0.95, "KV cache: a slot for each token", fontsize=10, color=GREY)
+    cache.text(0, 0.95, "KV cache: a slot for each token (key and value)", fontsize=10, color=GREY)
     for i in range(SLOTS):
         colour = "#E4E4E4" if i >= frame.n_slots else BLUE if i < len(prompt) else ORANGE
         for row in (0.12, 0.5):
             cache.add_patch(
                 Rectangle((i / SLOTS, row), 0.8 / SLOTS, 0.3, color=colour, linewidth=0)
             )
-    clock = (
-        f"{frame.seconds:5.2f} s    {frame.n_bytes / 1e9:5.2f} GB read    {frame.n_new:2d} tokens"
-    )
+    clock = f"{frame.seconds:5.2f} s    {frame.n_bytes / 1e9:5.2f} GB read    tokens: {frame.n_new}"
     numbers.text(0, 0.3, clock, family="monospace", fontsize=12, weight="bold")
 
 
@@ -116,7 +114,9 @@ def main() -> None:
         fig.canvas.draw()
         size = fig.canvas.get_width_height()
         pixels = bytes(fig.canvas.buffer_rgba())
-        pictures.append(Image.frombytes("RGBA", size, pixels).convert("RGB").quantize(24))
+        pictures.append(Image.frombytes("RGBA", size, pixels).convert("RGB"))
+    palette = pictures[-1].quantize(32)  # the last picture has every colour
+    pictures = [picture.quantize(palette=palette, dither=0) for picture in pictures]
     path = figures_folder() / "generation.gif"
     path.parent.mkdir(parents=True, exist_ok=True)
     shown = [MILLISECONDS] * (len(pictures) - 1) + [3000]  # the last picture stands for a while
