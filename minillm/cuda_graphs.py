@@ -27,6 +27,7 @@ from minillm.kernels import why_not_triton
 from minillm.model import Decoder
 from minillm.paged import PagedBatch, PagedKVCache
 from minillm.ragged import RaggedLayout
+from minillm.sampling import likeliest
 
 
 class DecodeRows:
@@ -70,7 +71,7 @@ class DecodeRows:
         tokens, lens = self._inputs[: 2 * n].view(2, n)
         batch = _DecodeBatch(self._cache, self._tables[:n], lens)
         logits = self._model(tokens[None], batch)[0]
-        return logits, logits.argmax(-1)
+        return logits, likeliest(logits)
 
 
 class _DecodeBatch(PagedBatch):
@@ -189,4 +190,4 @@ class GraphedSequence:
         tokens = torch.tensor([ids], device=self._model.device)  # (1, T)
         hidden = self._model.hidden(tokens, self._cache.batch([self._table], [len(ids)]))
         logits = self._model.head(hidden[0, -1:])
-        return logits, logits.argmax(-1)
+        return logits, likeliest(logits)

@@ -56,11 +56,7 @@ def bench(device: torch.device) -> Path:
     served = prepack(model) if device.type == "cpu" else model
     forms = {dtype_name(model.dtype): served}
     if device.type == "cpu":
-        from minillm.weights import load
-
-        small, _ = load(device=device, dtype="bfloat16")
-        has_layout = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        forms["bfloat16"] = prepack(small) if has_layout else small
+        forms["bfloat16"] = _in_bfloat16(device)
     measure_requests(recording, model, forms, prompts, answers, llama_cpp=device.type == "cpu")
     del forms
     measure_paging_waste(recording)
@@ -72,6 +68,14 @@ def bench(device: torch.device) -> Path:
         del model, served
         measure_large(recording)
     return recording.path
+
+
+def _in_bfloat16(device: torch.device) -> Decoder:
+    """The default checkpoint, prepacked where the CPU has the products for it."""
+    from minillm.weights import load
+
+    model, _ = load(device=device, dtype="bfloat16")
+    return prepack(model) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else model
 
 
 def measure_requests(
@@ -117,6 +121,7 @@ def measure_requests(
         first, *more = forms
         peers = {first: [name for name in took if name not in forms]}
         peers |= {name: [peer for peer in (first, LLAMA_CPP) if peer in took] for name in more}
+        every = {f"{name}, answers {kind}": values for name, values in times.items()}
         for name, others in peers.items():
             row = {
                 "what": f"{what}, {name}",
@@ -124,9 +129,7 @@ def measure_requests(
                 "unit": "tokens/s",
                 "against": {other: took[other] / took[name] for other in others},
             }
-            recording.add(row, {})
-        every = {f"{name}, answers {kind}": values for name, values in times.items()}
-        recording.add(None, every)
+            recording.add(row, every)
 
 
 def _serve_all(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> None:
