@@ -1,11 +1,10 @@
 """Measuring this machine: time, memory bandwidth and the speed of matrix products.
 
 The bounds that lessons and benchmarks compare with are these: the most bytes per second that
-memory gives, and the most FLOP/s that a large matrix product reaches. On a CPU the first is the
-speed at which a matrix-vector product reads its matrix (what a decode step does with the weights).
-On a GPU one such product may be slower than what memory can do, so the bound is the best of a
-copy, a sum and that product, timed by events on the device. A peak is the best of several runs,
-since a slower run was only disturbed; everything else is a median.
+memory gives, and the most FLOP/s that a large matrix product reaches. No single routine reads as
+fast as memory allows everywhere, so the first is the best of a copy, a sum and a matrix-vector
+product (what a decode step does with the weights), on a GPU timed by events there. A peak is the
+best of several runs, since a slower run was only disturbed; everything else is a median.
 """
 
 import os
@@ -107,20 +106,9 @@ def memory_speeds(
         }
 
 
-@torch.inference_mode()
-def read_bandwidth(
-    device: torch.device, dtype: torch.dtype, matrix: torch.Tensor | None = None
-) -> float:
-    """Bytes per second that memory gives: the bound of whatever reads it. Takes about 0.5 s.
-
-    On a CPU it is what one large matrix-vector product reads, the kind of product that decode is
-    made of. Some CPUs read a plain sum faster, so this bound can be beaten there.
-    """
-    if device.type == "cuda":
-        return max(memory_speeds(device, dtype, matrix).values())
-    matrix = _large_matrix(device, dtype) if matrix is None else matrix
-    vector = torch.ones(matrix.shape[1], device=device, dtype=dtype)
-    return matrix.nbytes / device_seconds(partial(torch.mv, matrix, vector), device)
+def read_bandwidth(device: torch.device, dtype: torch.dtype) -> float:
+    """Bytes per second that memory gives: the bound of whatever reads it. Takes 1 to 2 s."""
+    return max(memory_speeds(device, dtype).values())
 
 
 @torch.inference_mode()
@@ -143,16 +131,14 @@ def measure(device: torch.device) -> dict[str, Any]:
         name = f"{cpu_name()} ({torch.get_num_threads()} threads)"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         dtypes = (torch.float32,)
-    matrix = _large_matrix(device, dtypes[0])
-    source, target = matrix.chunk(2)
-    copy_seconds = device_seconds(lambda: target.copy_(source), device, 7)
+    speeds = memory_speeds(device, dtypes[0])
     return {
         "name": name,
         "memory_bytes": memory,
-        "bandwidth": read_bandwidth(device, dtypes[0], matrix),
+        "bandwidth": max(speeds.values()),
         "peak_flops": {str(d).removeprefix("torch."): matmul_peak(device, d) for d in dtypes},
         "source": "measured on this machine",
-        "copy_bandwidth": 2 * source.nbytes / copy_seconds,
+        "copy_bandwidth": speeds["copy"],
     }
 
 

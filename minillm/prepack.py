@@ -3,25 +3,27 @@
 Source: oneDNN's developer guide, "Inner Product" and "Memory Format Propagation": the library picks
 the layout of the weights.
 Cost: a second copy of the matrices.
-Why: with one token a product streams the weights once, and with hundreds the arithmetic dominates.
-With 4 to 64 tokens side by side (a batch that decodes, a draft that is verified), however, MKL
-rearranges the weights at every call, which takes as long as the product. Measured on 2 cores, all
-matrices of the default model, in milliseconds:
+Why: with hundreds of tokens the arithmetic dominates and the layout hardly matters. With 4 to 64
+tokens side by side (a batch that decodes, a draft that is verified), however, MKL rearranges the
+weights at every call, which takes as long as the product. And on an AMD CPU its product of one to
+three rows reads memory slowly. All matrices of the default model, in milliseconds, on 2 cores:
 
-    tokens          1     2     3     4     8    16    32    64   128
-    plain        21.6  22.6  23.7  38.1  49.5  52.8  61.4  96.1   140
-    prepacked    25.4  26.4  27.8  26.4  30.9  38.9  53.9  86.2   137
+    tokens                         1     2     3     4     8    16    32    64
+    AMD Zen 4        plain      32.9  56.7  70.3  53.7  44.2  51.5  75.0   127
+                     prepacked  15.8  17.6  17.9  17.1  18.8  21.5  32.6  50.6
+    Intel, AVX-512   plain      21.6  22.6  23.7  38.1  49.5  52.8  61.4  96.1
+                     prepacked  25.4  26.4  27.8  26.4  30.9  38.9  53.9  86.2
 
-On an AMD EPYC (Zen 4) the second layout also wins with one to three rows, by a factor of two and
-more. MIN_TOKENS is the same everywhere all the same: sums in another order are other numbers, and
-which tokens a model writes should not depend on a measurement.
+So the Intel CPU loses a little with a single row. One row goes through the copy all the same, on
+every CPU: sums in another order are other numbers, and which tokens a model writes should not
+depend on a measurement.
 
 In bfloat16 oneDNN multiplies, and takes row-major weights as they are, but more slowly than its own
-layout, for one token as well. On 2 cores with AMX:
+layout. On 2 cores with AMX:
 
-    tokens          1     2     3     4     8    16    32    64   128
-    plain        21.1  21.9  21.9  21.9  22.4  22.4  23.7  28.5  38.4
-    prepacked    14.2  14.4  14.4  14.4  14.6  15.1  16.9  19.4  30.9
+    tokens                         1     2     3     4     8    16    32    64
+    plain                       21.1  21.9  21.9  21.9  22.4  22.4  23.7  28.5
+    prepacked                   14.2  14.4  14.4  14.4  14.6  15.1  16.9  19.4
 
 Also tried: W xᵀ instead of x Wᵀ (slower in place), weights stored transposed (equal), MKL's own
 packing (35.6 at 16 tokens, but good for one number of tokens only).
@@ -33,27 +35,22 @@ from torch import Tensor
 
 from minillm.model import Decoder, Linear, replace_linears
 
-MIN_TOKENS = {torch.float32: 4, torch.bfloat16: 1}
-MAX_TOKENS = 64
+MAX_TOKENS = 64  # with more, the plain layout is as good
 
 
 class PrepackedLinear(Linear):
-    """Two layouts of one matrix: row-major for very many tokens, oneDNN's for a few.
-
-    In float32 the first is also for fewer than four.
-    """
+    """Two layouts of one matrix: row-major for very many tokens, oneDNN's for a few."""
 
     def __init__(self, linear: Linear):
         super().__init__(
             linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta"
         )
         self.weight, self.bias = linear.weight, linear.bias
-        self._least = MIN_TOKENS[linear.weight.dtype]
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), MAX_TOKENS)
 
     def forward(self, x: Tensor) -> Tensor:
         n_tokens = x.numel() // self.in_features
-        if self._least <= n_tokens <= MAX_TOKENS and not torch.is_grad_enabled():
+        if n_tokens <= MAX_TOKENS and not torch.is_grad_enabled():
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return super().forward(x)
 
@@ -67,7 +64,7 @@ def prepack(model: Decoder) -> Decoder:
     float32 and bfloat16, where PyTorch is built without oneDNN, in bfloat16 where the CPU has no
     AVX-512, and for a model that is already prepacked.
     """
-    if model.device.type != "cpu" or model.dtype not in MIN_TOKENS:
+    if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(
             "prepack is for float32 and bfloat16 on a CPU, and the model is "
             f"{model.dtype} on {model.device}; use it as it is."
