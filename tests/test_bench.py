@@ -66,8 +66,10 @@ def rows(recording: Recording) -> list[dict]:
 
 def test_decode(recording, model):
     decode.measure_decode(recording, model, [1, 2, 3], 4, **REPEATS)
-    (row,) = rows(recording)
-    assert row["against"].keys() == {"transformers"} and math.isfinite(row["of_bound"])
+    plain, prepacked = rows(recording)
+    assert prepacked["what"] == plain["what"] + ", prepacked"
+    for row in (plain, prepacked):
+        assert row["against"].keys() == {"transformers"} and math.isfinite(row["of_bound"])
 
 
 def test_prefill(recording, model):
@@ -178,7 +180,7 @@ def test_a_missing_peer_is_a_gap(recording, model, monkeypatch):
         importlib.util, "find_spec", lambda name: None if name == "transformers" else real(name)
     )
     decode.measure_decode(recording, model, [1, 2, 3], 2, **REPEATS)
-    (row,) = rows(recording)
+    row, _ = rows(recording)
     assert row["against"] == {} and row["gaps"] == {"transformers": "transformers is not installed"}
     recording.path.rename(recording.path.with_name("decode.cpu.json"))
     assert "| transformers: transformers is not installed |" in results_table(recording.path.parent)

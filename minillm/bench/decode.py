@@ -4,8 +4,9 @@ Where the time goes on two CPU threads, SmolLM2-135M in float32 (a bound of 16.4
 measured on a Xeon): the matrix products alone take 19.7 ms, because each of the 121 pays a
 start-up; the rest is the dozen small operations between two products of a layer. The same
 operations take 3.2 ms when no product is run: the weights sweep the caches, and Python and PyTorch
-are fetched from memory anew after each. Tried without gain: weights in huge pages (0%), oneDNN's
-and MKL's packed weights (slower, equal), torch.compile around the small operations (8% slower).
+are fetched from memory anew after each. Tried there without gain: weights in huge pages (0%),
+MKL's packed weights (equal), oneDNN's (slower; on AMD CPUs they are a good deal faster, so they
+have a row of their own), torch.compile around the small operations (8% slower).
 Gained: one product for q, k, v and one for gate, up; rotary positions as two fused operations; no
 mask and no expanded heads for one token; one module a layer. Stored transposed, the weights are
 read 3% faster; not worth the puzzle.
@@ -25,6 +26,7 @@ from minillm.bench.recording import Recording, alternate, dtype_name
 from minillm.generate import WORTH_CAPTURING, generate
 from minillm.measure import read_bandwidth, seconds
 from minillm.model import Decoder
+from minillm.prepack import prepack
 
 
 def bench(device: torch.device) -> Path:
@@ -60,11 +62,20 @@ def measure_decode(
     peer: bool = True,
     repeats: int = 7,
 ) -> None:
-    """One row: tokens per second of `generate`, of the bound, and against transformers."""
+    """Tokens per second of `generate`, of the bound, and against transformers.
+
+    On a CPU a second row has the matrices prepacked.
+    """
     device, dtype, name = model.device, dtype_name(model.dtype), model.config.name
     context = len(prompt) + first_tokens(n, device) + n // 2
     moved = costs.decode_bytes(model.config, 1, context, dtype)
-    fns = {"minillm": lambda: decode_seconds(lambda k: generate(model, prompt, k), n, device)}
+    forms = {f"decode, {name}, {dtype}": model}
+    if device.type == "cpu" and dtype == "float32":
+        forms[f"decode, {name}, {dtype}, prepacked"] = prepack(model)
+    fns = {
+        what: (lambda m: lambda: decode_seconds(lambda k: generate(m, prompt, k), n, device))(form)
+        for what, form in forms.items()
+    }
     if peer and has("transformers", recording, "transformers"):
         twin = transformers_twin(model)
         fns["transformers"] = lambda: decode_seconds(
@@ -73,19 +84,12 @@ def measure_decode(
     bandwidth = [read_bandwidth(device, model.dtype) for _ in range(repeats)]
     times = alternate(fns, repeats)
     took = {who: median(values) for who, values in times.items()}
-    ours, bound = took.pop("minillm"), moved / median(bandwidth)
-    print(f"decode, {name}, {dtype}: each token reads {moved / 1e6:.0f} MB")
-    print(f"  bound at {median(bandwidth) / 1e9:.1f} GB/s: {bound * 1e3:6.2f} ms")
-    print(f"  minillm:             {ours * 1e3:6.2f} ms   {bound / ours:.0%} of the bound")
-    for who, theirs in took.items():
-        print(f"  {who + ':':20} {theirs * 1e3:6.2f} ms   minillm is {theirs / ours:.2f} × as fast")
-    row = {
-        "what": f"decode, {name}, {dtype}",
-        "value": 1 / ours,
-        "unit": "tokens/s",
-        "of_bound": bound / ours,
-        "against": {who: theirs / ours for who, theirs in took.items()},
-    }
-    named = {"bandwidth": bandwidth} | times
-    prefix = "llama-3-8b " if name == "llama-3-8b" else ""
-    recording.add(row, {prefix + key: values for key, values in named.items()})
+    bound = moved / median(bandwidth)
+    print(f"each token reads {moved / 1e6:.0f} MB: at least {bound * 1e3:.2f} ms")
+    repeated = {f"{name}: {who}": t for who, t in (times | {"bandwidth": bandwidth}).items()}
+    for what in forms:
+        against = {who: took[who] / took[what] for who in took if who not in forms}
+        print(f"  {what}: {took[what] * 1e3:.2f} ms, {bound / took[what]:.0%} of the bound", against)
+        row = {"what": what, "value": 1 / took[what], "unit": "tokens/s"}
+        row |= {"of_bound": bound / took[what], "against": against}
+        recording.add(row, repeated)

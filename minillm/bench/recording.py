@@ -20,13 +20,15 @@ Repeats = dict[str, list[float]]
 
 
 def hardware_label(device: torch.device) -> str:
-    """Short name for file names and tables: "nvidia-h200", "cpu-2-threads", or with "-amx".
+    """Short name for file names and tables: "nvidia-h200", "cpu-2-threads", or with an ending.
 
-    AMX: matrix units, in Intel's CPUs since 2023, which change what a format costs.
+    "-amx" has matrix units (Intel's CPUs since 2023), "-avx2" is an x86 CPU without AVX-512: both
+    change what a format costs.
     """
     on_gpu = device.type == "cuda"
-    amx = " amx" if torch.cpu._is_amx_tile_supported() else ""
-    on_cpu = f"cpu {torch.get_num_threads()} threads{amx}"
+    avx2 = torch.cpu._is_avx2_supported() and not torch.cpu._is_avx512_supported()
+    ending = " amx" if torch.cpu._is_amx_tile_supported() else " avx2" if avx2 else ""
+    on_cpu = f"cpu {torch.get_num_threads()} threads{ending}"
     name = torch.cuda.get_device_name(device) if on_gpu else on_cpu
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
