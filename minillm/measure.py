@@ -74,14 +74,20 @@ def cores_received(seconds: float = 0.3) -> float:
 
 
 def quiet() -> bool:
-    """Whether the machine has its cores free for a measurement; prints a sentence if not."""
-    share = cores_received()
-    if share < 0.8:
-        print(
-            f"Only {share:.0%} of this machine's cores are free: other programs compute at the "
-            "same time. The times below will be too long; close those programs and run again."
-        )
-    return share >= 0.8
+    """Whether the machine has its cores free for a measurement; prints a sentence if not.
+
+    On a busy machine it waits for them, up to about five seconds.
+    """
+    for _ in range(6):
+        share = cores_received()
+        if share >= 0.8:
+            return True
+        time.sleep(0.5)
+    print(
+        f"Only {share:.0%} of this machine's cores are free: other programs compute at the same "
+        "time. The times below will be too long; close those programs and run again."
+    )
+    return False
 
 
 def _large_matrix(device: torch.device, dtype: torch.dtype) -> torch.Tensor:

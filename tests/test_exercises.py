@@ -99,8 +99,12 @@ def test_a_slider_is_a_plain_figure_without_a_browser(tmp_path, monkeypatch):
 
 def test_a_busy_machine_is_named(monkeypatch, capsys):
     assert 0 < measure.cores_received(0.01) < 1.5
+    monkeypatch.setattr(measure.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(measure, "cores_received", lambda: 0.5)
     assert not measure.quiet()
     assert "Only 50% of this machine's cores are free" in capsys.readouterr().out
     monkeypatch.setattr(measure, "cores_received", lambda: 1.0)
     assert measure.quiet() and capsys.readouterr().out == ""
+    shares = iter((0.4, 0.9))  # busy for a moment
+    monkeypatch.setattr(measure, "cores_received", lambda: next(shares))
+    assert measure.quiet() and capsys.readouterr().out == "" and not list(shares)
