@@ -62,7 +62,8 @@ def fit(
     learned: the parameters of `model` that change. lr: a number, or the rate of step i, from 0.
     checkpoint: a .safetensors file, written whole or not at all every so many steps and at the
     end. If it is there, training goes on after its last step: give the same batches again, and the
-    first ones are skipped. total: of batches, for a progress bar. autocast: products in bfloat16.
+    first ones are skipped. total: of batches, for a progress bar. autocast: products in bfloat16,
+    except on a CPU without instructions for them, where they would take many times as long.
     ValueError for a checkpoint of other parameters, and for an empty batch.
     """
     if not learned:
@@ -78,7 +79,10 @@ def fit(
         losses = _resumed(checkpoint, learned, optimizer)
         rest = islice(iter(batches), len(losses), None)
         bar = tqdm(rest, total=total, initial=len(losses), mininterval=1, disable=total is None)
-        products = torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext()
+        # Without instructions for it, PyTorch multiplies bfloat16 number by number.
+        has_bfloat16 = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        use = autocast and has_bfloat16
+        products = torch.autocast(device.type, torch.bfloat16) if use else nullcontext()
         for batch in bar:
             if not batch.numel():
                 raise ValueError(f"Batch {len(losses)} is empty; give each at least one row.")
