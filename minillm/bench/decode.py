@@ -89,7 +89,8 @@ def measure_decode(
     repeated = {f"{name}: {who}": t for who, t in (times | {"bandwidth": bandwidth}).items()}
     for what in forms:
         against = {who: took[who] / took[what] for who in took if who not in forms}
-        print(f"  {what}: {took[what] * 1e3:.2f} ms, {bound / took[what]:.0%} of the bound", against)
+        share = bound / took[what]
+        print(f"  {what}: {took[what] * 1e3:.2f} ms, {share:.0%} of the bound", against)
         row = {"what": what, "value": 1 / took[what], "unit": "tokens/s"}
-        row |= {"of_bound": bound / took[what], "against": against}
+        row |= {"of_bound": share, "against": against}
         recording.add(row, repeated)
