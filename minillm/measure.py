@@ -90,6 +90,14 @@ def quiet() -> bool:
     return False
 
 
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether products in bfloat16 are fast there: on a GPU, and on a CPU that has them.
+
+    Without such instructions (AVX-512 on an x86 CPU) PyTorch multiplies number by number.
+    """
+    return device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def _large_matrix(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Larger than any cache, so that it is read from memory: 512 MiB on a CPU, 2 GiB on a GPU."""
     if device.type == "cuda":

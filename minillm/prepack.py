@@ -33,6 +33,7 @@ Not here: GPUs, whose libraries take row-major weights as they are; float16.
 import torch
 from torch import Tensor
 
+from minillm.measure import multiplies_bfloat16
 from minillm.model import Decoder, Linear, replace_linears
 
 MAX_TOKENS = 64  # with more, the plain layout is as good
@@ -73,7 +74,7 @@ def prepack(model: Decoder) -> Decoder:
         raise ValueError(
             "prepack needs oneDNN, which this build of PyTorch lacks; use the model as it is."
         )
-    if model.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if model.dtype == torch.bfloat16 and not multiplies_bfloat16(model.device):
         raise ValueError(
             "prepack in bfloat16 needs a CPU with AVX-512, which this one lacks; use the model as "
             "it is, or load it in float32."

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from minillm.measure import multiplies_bfloat16
 from minillm.model import Decoder
 
 
@@ -79,10 +80,8 @@ def fit(
         losses = _resumed(checkpoint, learned, optimizer)
         rest = islice(iter(batches), len(losses), None)
         bar = tqdm(rest, total=total, initial=len(losses), mininterval=1, disable=total is None)
-        # Without instructions for it, PyTorch multiplies bfloat16 number by number.
-        has_bfloat16 = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        use = autocast and has_bfloat16
-        products = torch.autocast(device.type, torch.bfloat16) if use else nullcontext()
+        in_bfloat16 = autocast and multiplies_bfloat16(device)
+        products = torch.autocast(device.type, torch.bfloat16) if in_bfloat16 else nullcontext()
         for batch in bar:
             if not batch.numel():
                 raise ValueError(f"Batch {len(losses)} is empty; give each at least one row.")

@@ -33,7 +33,7 @@ from minillm.bench.recording import Recording, alternate, dtype_name
 from minillm.engine import Engine, EngineConfig
 from minillm.fragmentation import simulate
 from minillm.generate import generate
-from minillm.measure import seconds
+from minillm.measure import multiplies_bfloat16, seconds
 from minillm.metrics import Objective, summarize
 from minillm.model import Decoder
 from minillm.prepack import prepack
@@ -75,7 +75,7 @@ def _in_bfloat16(device: torch.device) -> Decoder:
     from minillm.weights import load
 
     model, _ = load(device=device, dtype="bfloat16")
-    return prepack(model) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else model
+    return prepack(model) if multiplies_bfloat16(model.device) else model
 
 
 def measure_requests(
