@@ -1,20 +1,21 @@
-"""Prepacked weights: a second layout of the matrices, for products with a few rows on a CPU.
+"""Prepacked weights: a second layout of the matrices, for faster products on a CPU.
 
 Source: oneDNN's developer guide, "Inner Product" and "Memory Format Propagation": the library picks
 the layout of the weights.
 Cost: a second copy of the matrices.
-Why: with hundreds of tokens the arithmetic dominates and the layout hardly matters. With 4 to 64
-tokens side by side (a batch that decodes, a draft that is verified), however, MKL rearranges the
-weights at every call, which takes as long as the product. And on an AMD CPU its product of one to
-three rows reads memory slowly. All matrices of the default model, in milliseconds, on 2 cores:
+Why: in float32 PyTorch multiplies with MKL. With 4 to 64 tokens side by side (a batch that decodes,
+a draft that is verified) MKL rearranges the weights at every call, which takes as long as the
+product. On AMD CPUs its product of one to three rows reads memory slowly besides, and with AVX-512
+its products of many rows reach less than half of what oneDNN's do. The matrices that meet the
+tokens (the head only up to 64), in milliseconds, on 2 cores:
 
-    tokens                         1     2     3     4     8    16    32    64
-    AMD Zen 4        plain      32.9  56.7  70.3  53.7  44.2  51.5  75.0   127
-                     prepacked  15.8  17.6  17.9  17.1  18.8  21.5  32.6  50.6
-    Intel, AVX-512   plain      21.6  22.6  23.7  38.1  49.5  52.8  61.4  96.1
-                     prepacked  25.4  26.4  27.8  26.4  30.9  38.9  53.9  86.2
+    tokens                         1     2     3     4     8    16    32    64   512
+    AMD Zen 5        plain      33.8  57.4  73.9  51.3  46.0  54.4  80.1   149   649
+                     prepacked  15.6  15.5  18.8  16.8  19.6  22.7  31.6  52.1   311
+    Intel, AVX-512   plain      21.6  22.6  23.7  38.1  49.5  52.8  61.4  96.1     –
+                     prepacked  25.4  26.4  27.8  26.4  30.9  38.9  53.9  86.2     –
 
-So the Intel CPU loses a little with a single row. One row goes through the copy all the same, on
+So the Intel CPU loses a little with up to three rows. They go through the copy all the same, on
 every CPU: sums in another order are other numbers, and which tokens a model writes should not
 depend on a measurement.
 
@@ -36,24 +37,24 @@ from torch import Tensor
 from minillm.measure import multiplies_bfloat16
 from minillm.model import Decoder, Linear, replace_linears
 
-MAX_TOKENS = 64  # with more, the plain layout is as good
+_LAYOUT_FOR = 64  # tokens that oneDNN chooses its layout for; as good for more and for fewer
 
 
 class PrepackedLinear(Linear):
-    """Two layouts of one matrix: row-major for very many tokens, oneDNN's for a few."""
+    """Two layouts of one matrix: oneDNN's to multiply with, row-major for gradients."""
 
     def __init__(self, linear: Linear):
         super().__init__(
             linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta"
         )
         self.weight, self.bias = linear.weight, linear.bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), MAX_TOKENS)
+        weight = linear.weight.detach()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _LAYOUT_FOR)
 
     def forward(self, x: Tensor) -> Tensor:
-        n_tokens = x.numel() // self.in_features
-        if n_tokens <= MAX_TOKENS and not torch.is_grad_enabled():
-            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return super().forward(x)
+        if torch.is_grad_enabled():
+            return super().forward(x)
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
 
 def prepack(model: Decoder) -> Decoder:

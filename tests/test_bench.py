@@ -74,8 +74,9 @@ def test_decode(recording, model):
 
 def test_prefill(recording, model):
     prefill.measure_prefill(recording, model, 16, **REPEATS)
-    (row,) = rows(recording)
-    assert row["against"].keys() == {"transformers"}
+    plain, prepacked = rows(recording)
+    assert prepacked["what"] == plain["what"] + ", prepacked"
+    assert plain["against"].keys() == prepacked["against"].keys() == {"transformers"}
 
 
 def test_quantize(recording, monkeypatch):

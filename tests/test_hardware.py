@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,6 +72,14 @@ def test_unknown_names_are_refused():
         Hardware.preset("v100").ridge_point(torch.bfloat16)
     with pytest.raises(ValueError, match="chip has no int8 peak"):
         roofline_seconds(CHIP, 1, 1, "int8")
+
+
+def test_the_best_of_several_measurements():
+    first = replace(CHIP, bandwidth=10.0, peak_flops={"float32": 3.0, "float16": 8.0})
+    second = replace(CHIP, bandwidth=7.0, peak_flops={"float32": 5.0, "float16": 6.0})
+    best = first.best(second)
+    assert best.bandwidth == 10.0 and best.peak_flops == {"float32": 5.0, "float16": 8.0}
+    assert best == second.best(first, second) and first.best() == first
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """A prompt in one pass, logits of the last token, against FLOPs over the measured matmul peak."""
 
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -12,6 +13,7 @@ from minillm.bench.recording import Recording, alternate, dtype_name
 from minillm.kv_cache import KVCache
 from minillm.measure import matmul_peak, seconds
 from minillm.model import Decoder
+from minillm.prepack import prepack
 
 N_TOKENS = 512
 
@@ -27,16 +29,23 @@ def bench(device: torch.device) -> Path:
 
 
 def measure_prefill(recording: Recording, model: Decoder, n: int, *, repeats: int = 15) -> None:
-    """One row: prompt tokens per second, of the bound, and against transformers."""
+    """Prompt tokens per second, of the bound, and against transformers.
+
+    On a CPU a second row has the matrices prepacked.
+    """
     device, dtype = model.device, dtype_name(model.dtype)
     flops = costs.prefill_flops(model.config, n, last_logits_only=True)
     tokens = (torch.arange(n, device=device) * 7 % model.config.vocab_size)[None]
 
+    forms = {f"prefill of {n} tokens, {model.config.name}, {dtype}": model}
+    if device.type == "cpu" and dtype == "float32":
+        forms[f"prefill of {n} tokens, {model.config.name}, {dtype}, prepacked"] = prepack(model)
+
     @torch.inference_mode()
-    def ours() -> None:
+    def ours(model: Decoder) -> None:
         model.head(model.hidden(tokens, KVCache(model, 1, n))[:, -1])
 
-    fns = {"minillm": lambda: seconds(ours, device)}
+    fns = {what: partial(seconds, partial(ours, form), device) for what, form in forms.items()}
     if has("transformers", recording, "transformers"):
         twin = transformers_twin(model)
 
@@ -45,20 +54,14 @@ def measure_prefill(recording: Recording, model: Decoder, n: int, *, repeats: in
             twin(tokens, use_cache=True, logits_to_keep=1)
 
         fns["transformers"] = lambda: seconds(theirs, device)
-    peaks = [matmul_peak(device, model.dtype) for _ in range(7)]
+    fns["bound"] = lambda: flops / matmul_peak(device, model.dtype)  # takes its turn
     times = alternate(fns, repeats)
     took = {who: median(values) for who, values in times.items()}
-    mine, bound = took.pop("minillm"), flops / median(peaks)
-    print(f"prefill, {model.config.name}, {dtype}: {n} tokens, {flops / 1e9:.0f} GFLOP")
-    print(f"  bound at {median(peaks) / 1e9:.0f} GFLOP/s: {n / bound:7.0f} tokens/s")
-    print(f"  minillm:               {n / mine:7.0f} tokens/s   {bound / mine:.0%} of the bound")
-    for who, peer in took.items():
-        print(f"  {who + ':':22} {n / peer:7.0f} tokens/s   minillm is {peer / mine:.2f} × as fast")
-    row = {
-        "what": f"prefill of {n} tokens, {model.config.name}, {dtype}",
-        "value": n / mine,
-        "unit": "tokens/s",
-        "of_bound": bound / mine,
-        "against": {who: peer / mine for who, peer in took.items()},
-    }
-    recording.add(row, {"peak": peaks} | times)
+    bound = took.pop("bound")
+    print(f"{n} tokens, {flops / 1e9:.0f} GFLOP; bound {n / bound:.0f} tokens/s")
+    for what in forms:
+        against = {who: took[who] / took[what] for who in took if who not in forms}
+        share = bound / took[what]
+        print(f"  {what}: {n / took[what]:.0f} tokens/s, {share:.0%} of the bound", against)
+        row = {"what": what, "value": n / took[what], "unit": "tokens/s"}
+        recording.add(row | {"of_bound": share, "against": against}, times)
