@@ -46,7 +46,7 @@ def results_table(folder: Path) -> str:
 
 def highlights(folder: Path) -> str:
     """Some results on a CPU in plain words, as a Markdown table; those that are recorded."""
-    lines = ["| on two CPU cores | |", "| --- | --- |"]
+    lines = ["| on two CPU cores (`cpu-2-threads` below) | |", "| --- | --- |"]
     for name, part, words, shown in (
         ("decode", "decode", "one user", _speed),
         ("decode", "prepacked", "one user, weights prepacked", _speed),
