@@ -117,7 +117,7 @@ def test_readme_results_are_the_recorded_ones():
     assert README.split(first)[1].split(last)[0].strip() == tables.highlights(
         ROOT / "figures" / "data"
     )
-    assert README.split(first)[1].split(last)[0].count("\n") == 9, "six rows and a head"
+    assert README.split(first)[1].split(last)[0].count("\n") == 11, "eight rows and a head"
     for path in (ROOT / "figures" / "data").glob("*.json"):
         document = json.loads(path.read_text())
         assert path.name == f"{document['name']}.{document['hardware']['label']}.json"
