@@ -48,11 +48,11 @@ def bench(device: torch.device) -> Path:
     recording = Recording("quantize", device, settings)
     forms = _forms(model, lambda dtype: load(device=device, dtype=dtype)[0], ends)
     prompt = tokenizer.encode("The three laws of robotics are")
-    fast = ("float32", "bfloat16", "int8", "int4, the file's own", "w8a8", "2:4, magnitude")
-    fast_models = {name: forms[name]() for name in fast}
+    fast = ("bfloat16", "int8", "int4, the file's own", "w8a8", "2:4, magnitude")
+    models = {"float32": model}
     if torch.backends.mkldnn.is_available():
-        fast_models["prepacked float32"] = prepack(model)
-    measure_speed(recording, fast_models, prompt)
+        models["prepacked float32"] = prepack(model)
+    measure_speed(recording, models | {name: forms[name]() for name in fast}, prompt)
     measure_quality(recording, model, forms, texts)
     measure_caches(recording, model, texts["python"][:1024])
     return recording.path
