@@ -9,7 +9,7 @@ Not here: caches, launch overhead, interconnects. They are part of the gap betwe
 and the roofline.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 GB, TERA = 10**9, 10**12
@@ -50,15 +50,6 @@ class Hardware:
         from minillm.measure import measure
 
         return Hardware(**measure(torch.device(device)))
-
-    def best(self, *others: "Hardware") -> "Hardware":
-        """The highest bandwidth and peaks among several measurements of one machine.
-
-        Memory that is shared with others is not always as fast; a bound is what it gave at best.
-        """
-        measured = (self, *others)
-        peaks = {dtype: max(m.peak(dtype) for m in measured) for dtype in self.peak_flops}
-        return replace(self, bandwidth=max(m.bandwidth for m in measured), peak_flops=peaks)
 
     def peak(self, dtype: Any) -> float:
         """Peak FLOP/s for a dtype name or torch.dtype; ValueError if this chip has no figure."""

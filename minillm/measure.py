@@ -15,9 +15,11 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+Result = TypeVar("Result")
 
 
 def seconds(fn: Callable[[], Any], device: torch.device) -> float:
@@ -124,6 +126,28 @@ def memory_speeds(
 def read_bandwidth(device: torch.device, dtype: torch.dtype) -> float:
     """Bytes per second that memory gives: the bound of whatever reads it. Takes 1 to 2 s."""
     return max(memory_speeds(device, dtype).values())
+
+
+def steady(
+    work: Callable[[], Result], device: torch.device, dtype: torch.dtype, rounds: int = 3
+) -> tuple[list[Result], float]:
+    """Results of `work()`, and the `read_bandwidth` while they were found.
+
+    Memory that is shared with others can be twice as fast in one moment as in the next, and a time
+    means nothing beside a bound from another moment. So the bandwidth is measured before and after
+    each call. Calls go on until it stayed within 15% during `rounds` of them, but at most three
+    times as many. Of these the results at the highest bandwidth come back, at least one.
+    """
+    runs, calm = [], []  # (result, the slower of two bandwidths, the faster)
+    before = read_bandwidth(device, dtype)
+    while len(calm) < rounds and len(runs) < 3 * rounds:
+        result, after = work(), read_bandwidth(device, dtype)
+        runs.append((result, min(before, after), max(before, after)))
+        calm = [run for run in runs if run[1] > 0.85 * run[2]]
+        before = after
+    runs = calm or runs
+    bandwidth = max(faster for _, _, faster in runs)
+    return [result for result, _, faster in runs if faster > 0.85 * bandwidth], bandwidth
 
 
 @torch.inference_mode()

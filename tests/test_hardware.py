@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,12 +73,22 @@ def test_unknown_names_are_refused():
         roofline_seconds(CHIP, 1, 1, "int8")
 
 
-def test_the_best_of_several_measurements():
-    first = replace(CHIP, bandwidth=10.0, peak_flops={"float32": 3.0, "float16": 8.0})
-    second = replace(CHIP, bandwidth=7.0, peak_flops={"float32": 5.0, "float16": 6.0})
-    best = first.best(second)
-    assert best.bandwidth == 10.0 and best.peak_flops == {"float32": 5.0, "float16": 8.0}
-    assert best == second.best(first, second) and first.best() == first
+@pytest.mark.parametrize(
+    "speeds, results, bandwidth",
+    [
+        ([5.0, 5.1, 5.0], [1, 2], 5.1),  # steady
+        ([5.0, 9.0, 5.0, 5.1, 5.2], [3, 4], 5.2),  # the first two saw it change
+        ([5.0, 5.1, 9.0, 9.1], [3], 9.1),  # slow, between, fast: the fast one counts
+        ([5.0, 9.0, 5.0, 9.0, 5.0, 9.0, 5.0], [1, 2, 3, 4, 5, 6], 9.0),  # never steady
+    ],
+)
+def test_steady_keeps_what_saw_one_bandwidth(monkeypatch, speeds, results, bandwidth):
+    measured, calls = iter(speeds), iter(range(1, 99))
+    monkeypatch.setattr(measure, "read_bandwidth", lambda *_: next(measured))
+    cpu = torch.device("cpu")
+    found = measure.steady(lambda: next(calls), cpu, torch.float32, rounds=2)
+    assert found == (results, bandwidth)
+    assert not list(measured)
 
 
 @pytest.mark.slow
