@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from statistics import median
+from statistics import median, median_high
 from typing import Any, TypeVar
 
 import torch
@@ -136,7 +136,7 @@ def steady(
     Memory that is shared with others can be twice as fast in one moment as in the next, and a time
     means nothing beside a bound from another moment. So the bandwidth is measured before and after
     each call. Calls go on until it stayed within 15% during `rounds` of them, but at most three
-    times as many. Of these the results at the highest bandwidth come back, at least one.
+    times as many. Of these the results at the most usual bandwidth come back, at least one.
     """
     runs, calm = [], []  # (result, the slower of two bandwidths, the faster)
     before = read_bandwidth(device, dtype)
@@ -146,8 +146,9 @@ def steady(
         calm = [run for run in runs if run[1] > 0.85 * run[2]]
         before = after
     runs = calm or runs
-    bandwidth = max(faster for _, _, faster in runs)
-    return [result for result, _, faster in runs if faster > 0.85 * bandwidth], bandwidth
+    usual = median_high(faster for _, _, faster in runs)
+    runs = [run for run in runs if 0.85 * usual < run[2] < usual / 0.85]
+    return [result for result, _, _ in runs], max(faster for _, _, faster in runs)
 
 
 @torch.inference_mode()

@@ -78,7 +78,7 @@ def test_unknown_names_are_refused():
     [
         ([5.0, 5.1, 5.0], [1, 2], 5.1),  # steady
         ([5.0, 9.0, 5.0, 5.1, 5.2], [3, 4], 5.2),  # the first two saw it change
-        ([5.0, 5.1, 9.0, 9.1], [3], 9.1),  # slow, between, fast: the fast one counts
+        ([5.0, 5.1, 9.0, 9.1], [3], 9.1),  # slow, between, fast: of two the fast one counts
         ([5.0, 9.0, 5.0, 9.0, 5.0, 9.0, 5.0], [1, 2, 3, 4, 5, 6], 9.0),  # never steady
     ],
 )
@@ -89,6 +89,13 @@ def test_steady_keeps_what_saw_one_bandwidth(monkeypatch, speeds, results, bandw
     found = measure.steady(lambda: next(calls), cpu, torch.float32, rounds=2)
     assert found == (results, bandwidth)
     assert not list(measured)
+
+
+def test_steady_keeps_the_usual_bandwidth_of_three(monkeypatch):
+    measured, calls = iter([9.0, 9.1, 5.0, 5.1, 5.2]), iter(range(1, 99))
+    monkeypatch.setattr(measure, "read_bandwidth", lambda *_: next(measured))
+    found = measure.steady(lambda: next(calls), torch.device("cpu"), torch.float32)
+    assert found == ([3, 4], 5.2)
 
 
 @pytest.mark.slow
