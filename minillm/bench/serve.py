@@ -90,9 +90,9 @@ def measure_requests(
 ) -> None:
     """A row for each kind of answers and each of `forms`: tokens a second of the engine, and peers.
 
-    forms: what the engine computes with. The first is compared with the peers, one of which runs
-    `model` itself; the others with the first, and with llama.cpp. Only tokens that were asked for
-    count.
+    forms: what the engine computes with. The first is compared with its own requests one at a time
+    and with the peers, one of which runs `model` itself; the others with the first, and with
+    llama.cpp. Only tokens that were asked for count.
     """
     device = model.device
     config = EngineConfig(n_blocks=256, max_seqs=16, cuda_graphs=device.type == "cuda")
@@ -105,7 +105,7 @@ def measure_requests(
         calls: dict[str, Callable[[], Any]] = {
             name: partial(_serve_all, engine, prompts, lengths) for name, engine in engines.items()
         }
-        calls["one at a time"] = partial(_one_by_one, model, prompts, lengths)
+        calls["one at a time"] = partial(_one_by_one, next(iter(forms.values())), prompts, lengths)
         if twin is not None:
             longest = max(lengths)
             calls["transformers"] = partial(transformers_static_batch, twin, prompts, longest)
