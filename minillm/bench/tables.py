@@ -53,7 +53,12 @@ def highlights(folder: Path) -> str:
         ("quantize", "decode, int4", "one user, weights in 4 bits", _speed),
         ("prefill", "prefill", "reading a prompt of 512 tokens", _speed),
         ("prefill", "prepacked", "reading it, weights prepacked", _speed),
-        ("serve", "serve 16 requests at once, answers of many", "16 requests at once", _speed),
+        (
+            "serve",
+            "serve 16 requests at once, answers of many",
+            "16 requests at once, prompts included",
+            _speed,
+        ),
         ("serve", "TTFT", "a prompt whose first 512 tokens are known", _first_token),
         ("serve", "empty slots", "cache memory handed out and not used", _share),
     ):
