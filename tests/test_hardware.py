@@ -74,28 +74,22 @@ def test_unknown_names_are_refused():
 
 
 @pytest.mark.parametrize(
-    "speeds, results, bandwidth",
+    "rounds, speeds, results, bandwidth",
     [
-        ([5.0, 5.1, 5.0], [1, 2], 5.1),  # steady
-        ([5.0, 9.0, 5.0, 5.1, 5.2], [3, 4], 5.2),  # the first two saw it change
-        ([5.0, 5.1, 9.0, 9.1], [3], 9.1),  # slow, between, fast: of two the fast one counts
-        ([5.0, 9.0, 5.0, 9.0, 5.0, 9.0, 5.0], [1, 2, 3, 4, 5, 6], 9.0),  # never steady
+        (2, [5.0, 5.1, 5.0], [1, 2], 5.1),  # steady
+        (2, [5.0, 9.0, 5.0, 5.1, 5.2], [3, 4], 5.2),  # the first two saw it change
+        (2, [5.0, 5.1, 9.0, 9.1], [3], 9.1),  # slow, between, fast: of two the fast one counts
+        (2, [5.0, 9.0, 5.0, 9.0, 5.0, 9.0, 5.0], [1, 2, 3, 4, 5, 6], 9.0),  # never steady
+        (3, [9.0, 9.1, 5.0, 5.1, 5.2], [3, 4], 5.2),  # of three the usual ones count
     ],
 )
-def test_steady_keeps_what_saw_one_bandwidth(monkeypatch, speeds, results, bandwidth):
+def test_steady_keeps_what_saw_one_bandwidth(monkeypatch, rounds, speeds, results, bandwidth):
     measured, calls = iter(speeds), iter(range(1, 99))
     monkeypatch.setattr(measure, "read_bandwidth", lambda *_: next(measured))
     cpu = torch.device("cpu")
-    found = measure.steady(lambda: next(calls), cpu, torch.float32, rounds=2)
+    found = measure.steady(lambda: next(calls), cpu, torch.float32, rounds)
     assert found == (results, bandwidth)
     assert not list(measured)
-
-
-def test_steady_keeps_the_usual_bandwidth_of_three(monkeypatch):
-    measured, calls = iter([9.0, 9.1, 5.0, 5.1, 5.2]), iter(range(1, 99))
-    monkeypatch.setattr(measure, "read_bandwidth", lambda *_: next(measured))
-    found = measure.steady(lambda: next(calls), torch.device("cpu"), torch.float32)
-    assert found == ([3, 4], 5.2)
 
 
 @pytest.mark.slow

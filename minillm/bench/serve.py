@@ -97,6 +97,7 @@ def measure_requests(
     device = model.device
     config = EngineConfig(n_blocks=256, max_seqs=16, cuda_graphs=device.type == "cuda")
     engines = {name: Engine(served, config) for name, served in forms.items()}
+    first, *more = forms
     twin = None
     if has("transformers", recording, "transformers"):
         twin = transformers_twin(model)
@@ -105,7 +106,7 @@ def measure_requests(
         calls: dict[str, Callable[[], Any]] = {
             name: partial(_serve_all, engine, prompts, lengths) for name, engine in engines.items()
         }
-        calls["one at a time"] = partial(_one_by_one, next(iter(forms.values())), prompts, lengths)
+        calls["one at a time"] = partial(_one_by_one, forms[first], prompts, lengths)
         if twin is not None:
             longest = max(lengths)
             calls["transformers"] = partial(transformers_static_batch, twin, prompts, longest)
@@ -118,7 +119,6 @@ def measure_requests(
         what = f"serve {len(prompts)} requests at once, answers {kind}"
         in_words = ", ".join(f"{name} {sum(lengths) / t:,.0f}" for name, t in took.items())
         print(f"{what}: {in_words} tokens/s")
-        first, *more = forms
         peers = {first: [name for name in took if name not in forms]}
         peers |= {name: [peer for peer in (first, LLAMA_CPP) if peer in took] for name in more}
         every = {f"{name}, answers {kind}": values for name, values in times.items()}
