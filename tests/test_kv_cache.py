@@ -320,6 +320,17 @@ def test_ids_outside_the_vocabulary(tiny, bad, shown):
 # Rows stored otherwise
 
 
+def test_the_slots_of_a_head_lie_in_one_piece(tiny):
+    ids = [5, 90, 3, 41]
+    by_head, by_slot = KVCache(tiny, 1, 12), KVCache(tiny, 1, 12, rows=Rows)
+    assert generate(tiny, ids, 8, cache=by_head) == generate(tiny, ids, 8, cache=by_slot)
+    for name in ("k", "v"):
+        found, other = getattr(by_head.rows, name), getattr(by_slot.rows, name)
+        assert found.transpose(2, 3).is_contiguous() and other.is_contiguous()
+        torch.testing.assert_close(found, other)
+        assert found.shape == (2, 1, 12, 2, 8) and found.any()
+
+
 class HalfRows(Rows):
     """Keeps bfloat16 under a float32 model: what is written and read is all that differs."""
 
