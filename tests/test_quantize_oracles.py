@@ -45,7 +45,7 @@ def assert_same_steps(q: Tensor, theirs: Tensor, places: Tensor) -> None:
     places: where the numbers lie on the grid before they are rounded, in float64.
     """
     differ = q.int() != theirs.int()
-    assert differ.float().mean() < 1e-3
+    assert differ.sum() <= 2 + q.numel() / 1000  # a small tensor may hold a tie, too
     assert ((q.int() - theirs.int()).abs() <= 1).all()
     from_tie = ((places % 1) - 0.5).abs()
     assert (from_tie[differ] < 1e-4).all()

@@ -221,9 +221,11 @@ def measure_decode_attention(
     device, dtype = recording.device, _dtype(recording.device)
     q = torch.randn(1, 1, 32, 128, device=device, dtype=dtype)
     # Several caches in turn, together larger than the processor's own caches, as the layers of a
-    # model are.
-    shape = (2, 1, length, 8, 128)
-    caches = [torch.randn(shape, device=device, dtype=dtype) for _ in range(n_caches)]
+    # model are; and like `KVCache` with each head in one piece.
+    shape = (2, 1, 8, length, 128)
+    caches = [
+        torch.randn(shape, device=device, dtype=dtype).transpose(2, 3) for _ in range(n_caches)
+    ]
 
     @torch.inference_mode()
     def all_layers() -> None:
