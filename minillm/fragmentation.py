@@ -1,12 +1,13 @@
-"""Where cache memory goes: a simulation of four ways to hand it out to sequences. Pure Python.
+"""Where cache memory goes: a simulation of five ways to hand it out to sequences. Pure Python.
 
 Sources: Kwon et al. 2023, section 3.1 and figure 2 (20 to 38% of the reserved memory held tokens);
 Knuth, The Art of Computer Programming, volume 1, section 2.5 (first fit, the buddy system, external
 fragmentation).
 
-Four policies. With the first three, every sequence lies in one piece:
+Five policies. With the first four, every sequence lies in one piece:
 
     max      a piece as long as any sequence may become
+    answer   a piece for the sequence's prompt and the longest answer of the trace
     oracle   a piece of the sequence's final length, known in advance
     buddy    a piece of that length, rounded up to a power of two
     paged    blocks, one by one, as tokens come
@@ -27,7 +28,7 @@ from dataclasses import dataclass, replace
 from minillm.blocks import BlockManager, BlockTable, OutOfBlocks
 from minillm.checks import check_whole
 
-POLICIES = ("max", "oracle", "buddy", "paged")
+POLICIES = ("max", "answer", "oracle", "buddy", "paged")
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,11 @@ def simulate(
     running: list[_Running] = []
     samples: list[Sample] = []
 
+    longest_answer = max((output for _, output in trace), default=0)
+
     def length(request: _Running) -> int:
+        if policy == "answer":
+            return min(request.prompt + longest_answer, max_len)
         return max_len if policy == "max" else request.final
 
     def let_in(request: _Running) -> bool:

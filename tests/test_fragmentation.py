@@ -167,6 +167,17 @@ def test_one_request_step_by_step():
     assert run("paged") == [Sample(4, 0, 0, 0, 12, 1, 0), Sample(5, 0, 3, 0, 8, 1, 0, 1)]
 
 
+def test_room_for_the_prompt_and_the_longest_answer():
+    """3 + 2 and 1 + 4 tokens: pieces of 3 + 4 and 1 + 4."""
+    samples = simulate([(3, 2), (1, 4)], "answer", n_slots=16, max_len=8)
+    assert samples == [
+        Sample(6, 4, 2, 0, 4, 2, 0),
+        Sample(8, 2, 2, 0, 4, 2, 0, 1),
+        Sample(4, 1, 0, 0, 11, 1, 0),
+        Sample(5, 0, 0, 0, 11, 1, 0, 1),
+    ]
+
+
 def test_sent_back_step_by_step():
     """Two of 4 + 4 tokens in three blocks of 4: one must go back, and comes in when one is done.
 
@@ -235,6 +246,7 @@ def test_reserving_the_maximum_wastes_most_and_paging_next_to_nothing():
     for max_len in (5120, 8192):
         of = {policy: shares[policy, max_len] for policy in POLICIES}
         assert of["max"] < of["buddy"] < of["oracle"] < of["paged"]
+        assert of["max"] < of["answer"] < of["oracle"]
         assert of["paged"] > 0.9
 
 
@@ -244,7 +256,7 @@ def test_reserving_the_maximum_wastes_most_and_paging_next_to_nothing():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"policy": "best"}, "policy is 'best'; choose one of max, oracle, buddy, paged"),
+        ({"policy": "best"}, "policy is 'best'; choose one of max, answer, oracle, buddy, paged"),
         (
             {"trace": [(0, 4)]},
             r"A request of 0 \+ 4 tokens; both must be 1 or more, and their sum at most max_len, "
