@@ -105,7 +105,7 @@ class VirtualEngine:
         return request.id
 
     def step(self) -> list[Completion]:
-        """Let a step's time pass; returns the requests that are over with it."""
+        """Let a step's time pass; returns the requests that end in it."""
         scheduler, start, ended = self.scheduler, self.clock.now(), []
         plan = scheduler.schedule()
         if not plan.work:
