@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from models import lively, save_folder
+from ranks import check_leaving
 
 from minillm import (
     Engine,
@@ -155,4 +156,5 @@ if __name__ == "__main__":
             check_logits, check_tokens, check_generate, check_rank_0_schedules, check_loading
         ):  # fmt: skip
             check()
+    check_leaving()
     print("all checks passed")

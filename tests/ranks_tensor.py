@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from models import lively, save_folder
+from ranks import check_leaving
 
 from minillm import (
     Decoder,
@@ -239,4 +240,5 @@ if __name__ == "__main__":
         check_ledger, check_kept,
     ):  # fmt: skip
         check(p)
+    check_leaving()
     print("all checks passed")

@@ -17,6 +17,7 @@ from collections import Counter
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # its defaults keep the group of the time it is imported
 from torch import Tensor
 
 from minillm.model import Decoder
@@ -43,7 +44,7 @@ def started() -> None:
     if (device := own_device()).type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(_backend(), timeout=TIMEOUT)
-    atexit.register(_left)
+    atexit.register(left)
 
 
 def own_device() -> torch.device:
@@ -70,8 +71,11 @@ def wait_for_all() -> None:
     dist.destroy_process_group(group)
 
 
-def _left() -> None:
-    """Without it a thread that still listens would abort the process at its end."""
+def left() -> None:
+    """Ends the threads that still listen: one of them could abort the process at its end.
+
+    They end with the last reference to the group, so no module may have been given one.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
 
