@@ -12,12 +12,12 @@ Cost: bytes that each of p ranks sends, for a tensor of n bytes in all:
 
 import atexit
 import datetime
+import importlib
 import os
 from collections import Counter
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # its defaults keep the group of the time it is imported
 from torch import Tensor
 
 from minillm.model import Decoder
@@ -43,6 +43,8 @@ def started() -> None:
         )
     if (device := own_device()).type == "cuda":
         torch.cuda.set_device(device)
+    # Its functions keep the group that exists when it is imported: none yet.
+    importlib.import_module("torch.distributed.nn.functional")
     dist.init_process_group(_backend(), timeout=TIMEOUT)
     atexit.register(left)
 
