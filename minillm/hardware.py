@@ -41,9 +41,10 @@ class Hardware:
 
     @staticmethod
     def measure(device: Any = "cpu") -> "Hardware":
-        """This machine's read and copy bandwidth and matmul peaks, in 2 to 5 seconds.
+        """This machine's read and copy bandwidth and matmul peaks, in 5 to 10 seconds.
 
-        device: a name or a torch.device. `bandwidth` is `minillm.measure.read_bandwidth`.
+        device: a name or a torch.device. `bandwidth` is `minillm.measure.read_bandwidth`, the
+        middle one of three measurements.
         """
         import torch  # here, so that presets and the roofline work without it
 
