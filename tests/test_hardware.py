@@ -92,6 +92,16 @@ def test_steady_keeps_what_saw_one_bandwidth(monkeypatch, rounds, speeds, result
     assert not list(measured)
 
 
+def test_a_machine_has_its_middle_bandwidth_and_its_best_peak(monkeypatch):
+    memory = iter([{"copy": 2.0, "sum": 9.0}, {"copy": 4.0, "sum": 3.0}, {"copy": 5.0, "sum": 6.0}])
+    peaks = iter([100.0, 300.0, 200.0])
+    monkeypatch.setattr(measure, "memory_speeds", lambda *_: next(memory))
+    monkeypatch.setattr(measure, "matmul_peak", lambda *_, repeats: next(peaks))
+    found = measure.measure(torch.device("cpu"))
+    assert (found["bandwidth"], found["copy_bandwidth"]) == (6.0, 5.0)
+    assert found["peak_flops"] == {"float32": 300.0}
+
+
 @pytest.mark.slow
 def test_measuring_this_machine(monkeypatch):
     """With fewer repeats than otherwise, which only makes the figures less exact."""
