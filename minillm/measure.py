@@ -168,6 +168,15 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, repeats: int = 15) -> 
     return 2 * n**3 / min(device_seconds(product, device, repeats) for product in products)
 
 
+def name_and_memory(device: torch.device) -> tuple[str, int]:
+    """The device's name, for a CPU with the threads that torch uses, and its bytes of memory."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return properties.name, properties.total_memory
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"{cpu_name()} ({torch.get_num_threads()} threads)", memory
+
+
 @torch.inference_mode()
 def measure(device: torch.device) -> dict[str, Any]:
     """The fields of a `minillm.Hardware` for this machine, by name. Takes 5 to 10 seconds.
@@ -175,14 +184,9 @@ def measure(device: torch.device) -> dict[str, Any]:
     On a shared machine three rounds see more than one moment. The peak is the best of them. The
     bandwidth is the middle one: when the other users rest, memory is much faster for a while.
     """
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        name, memory = properties.name, properties.total_memory
-        dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    else:
-        name = f"{cpu_name()} ({torch.get_num_threads()} threads)"
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        dtypes = (torch.float32,)
+    name, memory = name_and_memory(device)
+    on_gpu = device.type == "cuda"
+    dtypes = (torch.bfloat16, torch.float16, torch.float32) if on_gpu else (torch.float32,)
     rounds = [
         (memory_speeds(device, dtypes[0]), [matmul_peak(device, d, repeats=5) for d in dtypes])
         for _ in range(3)
