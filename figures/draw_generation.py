@@ -69,9 +69,13 @@ def draw_text(ax: Axes, prompt: list[str], answer: list[str], n_new: int) -> Non
         if column + len(word) > 63:
             column, line, word = 0, line + 1, word.lstrip()
         newest = i == len(prompt) + n_new - 1 and n_new > 0
-        colour = BLUE if i < len(prompt) else ORANGE if newest else "black"
+        look = {"color": BLUE if i < len(prompt) else ORANGE, "weight": "bold"}
         where = (0.01 + 0.0154 * column, 0.75 - 0.42 * line)
-        ax.text(*where, word, family="monospace", fontsize=11, color=colour, weight="bold")
+        ax.text(*where, word, family="monospace", fontsize=11, **look)
+        if newest:  # underlined
+            start, length = column + len(word) - len(word.lstrip()), len(word.strip())
+            ends = (0.01 + 0.0154 * start, 0.01 + 0.0154 * (start + length))
+            ax.plot(ends, (where[1] - 0.1,) * 2, color=ORANGE, linewidth=2)
         column += len(word)
 
 
@@ -98,7 +102,8 @@ def draw(
             cache.add_patch(
                 Rectangle((i / SLOTS, row), 0.8 / SLOTS, 0.3, color=colour, linewidth=0)
             )
-    clock = f"{frame.seconds:5.2f} s    {frame.n_bytes / 1e9:5.2f} GB read    tokens: {frame.n_new}"
+    gigabytes = frame.n_bytes / 1e9
+    clock = f"{frame.seconds:5.2f} s    {gigabytes:5.2f} GB read    new tokens: {frame.n_new}"
     numbers.text(0, 0.3, clock, family="monospace", fontsize=12, weight="bold")
 
 
