@@ -19,7 +19,8 @@ as the others; with one scale for all of x, most of it is then rounded to 0, 1 a
 A scale for all of x, and outliers that are looked for in each x, make a token's result depend on
 the tokens beside it. So only a scale for each row, with known outliers, gives a request the same
 answer in any batch.
-`_int_mm` is PyTorch's int8 product; on a GPU it wants more than 16 rows, and gets zeros.
+`_int_mm` is PyTorch's int8 product; on a GPU it wants more than 16 rows, and gets zeros. On a CPU
+without an int8 product float32 takes its place.
 """
 
 import torch
@@ -117,6 +118,11 @@ def int8_product(q: Tensor, weight: Tensor) -> Tensor:
     M = len(q)
     if q.is_cuda:
         q = F.pad(q, (0, 0, 0, max(0, 32 - M)))
+    elif not torch.cpu._is_vnni_supported():
+        # Here `_int_mm` multiplies number by number. A sum of 1,024 products is at most 2²⁴, so
+        # products in float32 are exact, too, and far faster.
+        parts = zip(q.split(1024, 1), weight.split(1024, 1), strict=True)
+        return sum((a.float() @ w.float().T).int() for a, w in parts)
     return torch._int_mm(q, weight.T)[:M]
 
 

@@ -43,10 +43,13 @@ def test_rounding_by_hand():
     assert rounded(torch.zeros(2, 3))[0].tolist() == [[0, 0, 0]] * 2
 
 
+@pytest.mark.parametrize("vnni", [True, False])
 @pytest.mark.parametrize("M", [1, 2, 17, 70])
-def test_whole_numbers_are_multiplied_exactly(M):
+def test_whole_numbers_are_multiplied_exactly(M, vnni, monkeypatch):
+    """With the chip's int8 product, and as on a CPU that has none."""
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
     generator = torch.Generator().manual_seed(M)
-    q, w = (torch.randint(-127, 128, (n, 1536), generator=generator) for n in (M, 40))
+    q, w = (torch.randint(-127, 128, (n, 2560), generator=generator) for n in (M, 40))
     q[0], w[0] = 127, -127  # the largest sum there is
     product = int8_product(q.to(torch.int8), w.to(torch.int8))
     assert product.dtype == torch.int32 and torch.equal(product.long(), q @ w.T)
