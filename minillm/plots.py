@@ -8,7 +8,7 @@ under `figures/`, where the README and slides find them: PNG, or GIF where somet
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -131,13 +131,14 @@ def animate(
     *,
     width: float = 7.5,
     height: float = 2.6,
-    seconds_each: float = 0.5,
+    seconds_each: float | Sequence[float] = 0.5,
 ) -> Path:
     """Save `figures/NAME.gif` of `n_frames` pictures and return the path.
 
-    `draw(ax, i)` draws picture i on empty axes without a frame, from (0, 0) to (1, 1). The last
-    picture stands for three seconds, so it should say something by itself. Raises ValueError if
-    the file has more than 300 kB.
+    `draw(ax, i)` draws picture i on empty axes without a frame, from (0, 0) to (1, 1).
+    `seconds_each`: how long a picture is shown, or a list of that for all but the last. The last
+    stands for three seconds, so it should say something by itself. Raises ValueError if the file
+    has more than 300 kB.
     """
     import matplotlib.pyplot as plt
     from PIL import Image
@@ -156,7 +157,9 @@ def animate(
         pictures.append(picture.quantize(32))
     plt.close(fig)
     path = _path(f"{name}.gif")
-    shown = [round(1000 * seconds_each)] * (n_frames - 1) + [3000]
+    if isinstance(seconds_each, (int, float)):
+        seconds_each = [seconds_each] * (n_frames - 1)
+    shown = [round(1000 * seconds) for seconds in seconds_each] + [3000]
     pictures[0].save(
         path, save_all=True, append_images=pictures[1:], duration=shown, loop=0, optimize=True
     )
