@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from PIL import Image
 
-from minillm import costs, generate, load
+from minillm import costs, generate, load, prepack
 from minillm.folders import figures_folder
 from minillm.plots import BLUE, GREY, ORANGE
 
@@ -36,6 +36,8 @@ class Frame:
 def record() -> tuple[list[str], list[str], list[Frame], int]:
     """Generate once to warm up and once with the clock; returns prompt, answer, frames, layers."""
     model, tokenizer = load()
+    if model.device.type == "cpu":
+        model = prepack(model)  # as in the lessons
     ids = tokenizer.encode(PROMPT)
     generate(model, ids, N_NEW)
     times: list[float] = []
