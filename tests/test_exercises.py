@@ -47,6 +47,10 @@ def test_an_animation_has_its_frames_and_a_limit(tmp_path, monkeypatch):
     path = plots.animate(lambda ax, i: ax.text(0.5, 0.5, str(i)), 4, "counting")
     with Image.open(path) as image:
         assert image.n_frames == 4 and image.format == "GIF"
+    path = plots.animate(lambda ax, i: ax.text(0.5, 0.5, str(i)), 3, "slower", seconds_each=[1, 2])
+    with Image.open(path) as image:
+        shown = [(image.seek(i), image.load(), image.info["duration"])[-1] for i in range(3)]
+    assert shown == [1000, 2000, 3000]
     with pytest.raises(ValueError, match="limit is 1\\."):
         plots._not_too_large(path, 1)
 
