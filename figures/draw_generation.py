@@ -13,8 +13,8 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from minillm import costs, generate, load, prepack
-from minillm.folders import figures_folder
-from minillm.plots import BLUE, GREY, ORANGE
+from minillm.tools.folders import figures_folder
+from minillm.tools.plots import BLUE, GREY, ORANGE
 
 PROMPT, N_NEW = "A language model is", 14
 SWEEP = 3  # frames in which the weights of one pass stream past

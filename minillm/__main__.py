@@ -1,16 +1,12 @@
-"""The command line: python -m minillm generate | chat | count | fetch | bench.
-
-Bad input ends with one sentence on standard error and exit code 2, never with a traceback.
-"""
+"""The command line: python -m minillm generate | chat | count | fetch | bench."""
 
 import argparse
-import signal
 import sys
 import time
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from minillm.bench import command as bench_command
-from minillm.checks import Parser, first_line
+from minillm.tools.command_line import Parser, run
 
 if TYPE_CHECKING:
     from minillm.model import Decoder
@@ -63,39 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         "generate": _generate, "chat": _chat, "count": _count, "fetch": _fetch,
         "bench": bench_command.run,
     }  # fmt: skip
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # an encoding that lacks a character must not end us
-            stream.reconfigure(errors="replace")
-    before = _terminate_by_exception()
-    try:
-        commands[options.command](options)
-    except BrokenPipeError:  # the reader of our output went away, as with `| head`
-        sys.stderr.close()
-        return 141
-    except MemoryError:
-        print("minillm: there is not enough memory; use a smaller model or dtype.", file=sys.stderr)
-        return 2
-    except (ValueError, TypeError, OSError, RuntimeError) as error:
-        print(f"minillm: {first_line(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
-    return 0
-
-
-def _terminate_by_exception() -> object:
-    """Let SIGTERM end this process as an error would, so that temporary folders are removed."""
-
-    def terminate(number: int, frame: object) -> NoReturn:
-        sys.exit(128 + number)
-
-    try:
-        return signal.signal(signal.SIGTERM, terminate)
-    except ValueError:  # not in the main thread
-        return None
+    return run(lambda: commands[options.command](options))
 
 
 def _sampling(options: argparse.Namespace) -> "Sampling":
@@ -108,9 +72,13 @@ def _stream(
     model: "Decoder", tokenizer: "Tokenizer", ids: list[int], options: argparse.Namespace
 ) -> tuple[list[int], list[float]]:
     """Generate and print as the tokens come; returns the ids and when each was known."""
-    from minillm.generate import generate
+    from minillm.generation import generate
 
-    text, times = tokenizer.stream(), []
+    text, times, step = tokenizer.stream(), [], None
+    if model.device.type == "cuda":
+        from minillm.serving.cuda_graphs import graphed_step
+
+        step = graphed_step(model, len(ids), options.max_new_tokens)
 
     def show(i: int) -> None:
         times.append(time.perf_counter())
@@ -124,13 +92,14 @@ def _stream(
         sampling=_sampling(options),
         stop_ids=tokenizer.stop_ids,
         on_token=show,
+        step=step,
     )
     print(text.flush())
     return new, times
 
 
 def _load(options: argparse.Namespace) -> "tuple[Decoder, Tokenizer]":
-    from minillm.weights import load
+    from minillm.weights.loading import load
 
     _sampling(options)  # refuse bad numbers before loading anything
     model, tokenizer = load(options.model, device=options.device, dtype=options.dtype)
@@ -141,7 +110,7 @@ def _load(options: argparse.Namespace) -> "tuple[Decoder, Tokenizer]":
 
 def _generate(options: argparse.Namespace) -> None:
     from minillm.measure import read_bandwidth
-    from minillm.quantize import decode_bytes, stored_as
+    from minillm.quantization.quantize import decode_bytes, stored_as
 
     model, tokenizer = _load(options)
     ids = tokenizer.encode(options.prompt)
@@ -166,7 +135,7 @@ def _generate(options: argparse.Namespace) -> None:
 
 
 def _chat(options: argparse.Namespace) -> None:
-    from minillm.quantize import stored_as
+    from minillm.quantization.quantize import stored_as
 
     model, tokenizer = _load(options)
     messages: list[dict[str, str]] = []
@@ -194,7 +163,7 @@ def _count(options: argparse.Namespace) -> None:
 
 
 def _fetch(options: argparse.Namespace) -> None:
-    from minillm.weights import fetch_default
+    from minillm.weights.default import fetch_default
 
     print(fetch_default())
 

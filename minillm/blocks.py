@@ -12,7 +12,7 @@ A shared block is never written: a sequence that is about to write into one gets
 (`BlockManager.reserve`). Only full blocks whose tokens are final are remembered for later
 requests, so what is remembered never changes.
 Not here: the keys and values themselves (`minillm.paged`); swapping blocks to the CPU's memory;
-which request runs when (`minillm.scheduler`).
+which request runs when (`minillm.serving.scheduler`).
 """
 
 from array import array
@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from minillm.checks import brief, check_whole
+from minillm.tools.checks import brief, check_whole
 
 
 class OutOfBlocks(RuntimeError):
@@ -28,7 +28,7 @@ class OutOfBlocks(RuntimeError):
 
 
 class BlockAllocator:
-    """`n_blocks` blocks, numbered from 0, each with a count of its holders.
+    """`n_blocks` blocks, numbered from 0, each with a reference count.
 
     Every method takes constant time.
     """
@@ -37,7 +37,7 @@ class BlockAllocator:
         check_whole("n_blocks", n_blocks)
         self.n_blocks = n_blocks
         self._free = list(range(n_blocks - 1, -1, -1))
-        self._holders = [0] * n_blocks
+        self._ref_counts = [0] * n_blocks
 
     @property
     def n_free(self) -> int:
@@ -50,25 +50,25 @@ class BlockAllocator:
                 f"All {self.n_blocks} blocks are in use; free some, or make the cache with more."
             )
         block = self._free.pop()
-        self._holders[block] = 1
+        self._ref_counts[block] = 1
         return block
 
     def share(self, block: int) -> int:
         """One more holder of `block`; returns the block."""
         self._check(block)
-        self._holders[block] += 1
+        self._ref_counts[block] += 1
         return block
 
     def free(self, block: int) -> None:
         """One holder fewer; after the last one the block is free."""
         self._check(block)
-        self._holders[block] -= 1
-        if not self._holders[block]:
+        self._ref_counts[block] -= 1
+        if not self._ref_counts[block]:
             self._free.append(block)
 
-    def holders(self, block: int) -> int:
-        """How many hold on to `block`; 0 if it is free."""
-        return self._holders[block]
+    def ref_count(self, block: int) -> int:
+        """How many sequences, and the prefix cache, hold `block`; 0 if it is free."""
+        return self._ref_counts[block]
 
     def _check(self, block: int) -> None:
         if type(block) is not int or not 0 <= block < self.n_blocks:
@@ -76,7 +76,7 @@ class BlockAllocator:
                 f"There is no block {brief(block)}; blocks are numbered from 0 to "
                 f"{self.n_blocks - 1}."
             )
-        if not self._holders[block]:
+        if not self._ref_counts[block]:
             raise ValueError(
                 f"Block {block} is free already; it was freed more often than allocated and shared."
             )
@@ -95,7 +95,7 @@ class BlockTable:
     # Of the leading full blocks that the prefix cache knows or was offered: the number of the
     # prefix that ends with each.
     prefixes: list[int] = field(default_factory=list)
-    copied: int = 0  # leading entries that the copy on a GPU has, kept by `minillm.cuda_graphs`
+    copied: int = 0  # leading entries that the copy on a GPU has (`serving/cuda_graphs.py`)
 
     @property
     def prefix(self) -> int:
@@ -246,7 +246,7 @@ class BlockManager:
     def writes_shared(self, table: BlockTable) -> bool:
         """Whether the next token would go to a block that others hold as well."""
         at = table.n_tokens // self.block_size
-        return at < len(table.blocks) and self.allocator.holders(table.blocks[at]) > 1
+        return at < len(table.blocks) and self.allocator.ref_count(table.blocks[at]) > 1
 
     def _take(self) -> int:
         if not self.allocator.n_free and self._idle:
@@ -257,5 +257,5 @@ class BlockManager:
 
     def _release(self, block: int) -> None:
         self.allocator.free(block)
-        if block in self._of_block and self.allocator.holders(block) == 1:
+        if block in self._of_block and self.allocator.ref_count(block) == 1:
             self._idle[block] = None  # most recently used

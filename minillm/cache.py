@@ -7,29 +7,39 @@ The model computes what is per token. Everything that looks at other tokens is h
     cache.advance(T)                     # after the last layer: the tokens now count as past
 
 `KVCache` stores one batch of equal lengths, `PagedKVCache.batch` many sequences in blocks.
-
-A cache may offer one thing more, for the kernel that turns, stores and writes in one go:
-
-    slots = cache.slots(layer)           # where the new rows go, or None if only the cache can say
-    out = cache.attend_written(layer, q) # `attend`, when k and v lie in those slots already
+A cache inherits from `Cache`, and with it what it does not care about: any model, no slots.
 """
 
 from typing import Protocol
 
 from torch import Tensor
 
-from minillm.attention import check_backend, unchecked_attention
+from minillm.layers.attention import check_backend, unchecked_attention
 
 
 class Cache(Protocol):
     """What `Decoder.forward` asks of the object passed as `cache`."""
 
+    made_for: str | None = None
+    """`Decoder.kv_format` of the model that it was made for; None fits any model."""
+
     def positions(self, n_new: int) -> range | Tensor: ...
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
     def advance(self, n_new: int) -> None: ...
 
+    def slots(self, layer: int) -> tuple[Tensor, ...] | None:
+        """Where a kernel may write new keys and values itself; None where only the cache can.
 
-class NoCache:
+        Pages of keys and of values, and each new token's block and its offset there, (N,) each.
+        """
+        return None
+
+    def attend_written(self, layer: int, q: Tensor) -> Tensor:
+        """`attend`, when k and v lie in the `slots` already."""
+        ...
+
+
+class NoCache(Cache):
     """Causal attention among the tokens given: nothing is kept, each step recomputes everything."""
 
     def __init__(self, backend: str = "auto"):

@@ -1,9 +1,9 @@
 """The card of a published model: what it costs to serve, in about 20 lines. No tensors."""
 
 from minillm import costs
-from minillm.checks import check_whole
 from minillm.config import ModelConfig
 from minillm.hardware import Hardware, roofline_seconds
+from minillm.tools.checks import check_whole
 
 
 def card(config: ModelConfig, hardware: Hardware, batch: int, seq: int, dtype: str) -> str:

@@ -17,8 +17,8 @@ Everything is exact integer arithmetic on a `ModelConfig`; no tensors.
 
 from typing import Any
 
-from minillm.checks import check_whole
 from minillm.config import ModelConfig
+from minillm.tools.checks import check_whole
 
 # Bits per stored number.
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "float8": 8, "int8": 8, "int4": 4}

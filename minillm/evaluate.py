@@ -10,14 +10,14 @@ import importlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.checks import brief, check_whole
 from minillm.model import Decoder
+from minillm.tools.checks import brief, check_whole
+from minillm.tools.folders import PACKAGE_DATA
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def evaluation_text(name: str) -> str:
         topics = importlib.import_module("pydoc_data.topics").topics
         return "\n\n".join(topics[key] for key in sorted(topics))
     if name == "austen":
-        return (Path(__file__).parent / "data" / "austen.txt").read_text(encoding="utf-8")
+        return (PACKAGE_DATA / "austen.txt").read_text(encoding="utf-8")
     raise ValueError(f"name is {brief(name)}; choose python or austen.")
 
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from minillm.blocks import BlockManager, BlockTable, OutOfBlocks
-from minillm.checks import check_whole
+from minillm.tools.checks import check_whole
 
 POLICIES = ("max", "answer", "oracle", "buddy", "paged")
 
@@ -152,12 +152,12 @@ def simulate(
     served. In each step, requests are let in from the front of the queue until one does not fit;
     then every running sequence grows by a token, and leaves when it has its final length. When
     "paged" runs out of blocks, it sends the youngest sequence back to the queue, as
-    `minillm.scheduler` does; all its tokens are computed again when it is let in. A step counts
-    the same whatever is computed in it.
-    max_len: the most tokens of a request, prompt and output together. block_size: P, for "paged".
-    n_steps: stop after that many steps, or with None when all requests are done.
-    Raises ValueError for sizes that are not whole numbers, for a request without prompt or output
-    or longer than max_len, and for a pool that cannot hold a sequence of max_len tokens.
+    `minillm.serving.scheduler` does; all its tokens are computed again when it is let in. A step
+    counts the same whatever is computed in it. max_len: the most tokens of a request, prompt and
+    output together. block_size: P, for "paged". n_steps: stop after that many steps, or with None
+    when all requests are done. Raises ValueError for sizes that are not whole numbers, for a
+    request without prompt or output or longer than max_len, and for a pool that cannot hold a
+    sequence of max_len tokens.
     """
     _check(trace, policy, n_slots, max_len, block_size, n_steps)
     pool = Buddy(n_slots) if policy == "buddy" else FirstFit(n_slots)

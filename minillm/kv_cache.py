@@ -5,9 +5,9 @@ Cost: 2 * L * K * D numbers stored per token, all of them read again for each ne
 (`costs.kv_cache_bytes`).
 What it saves: without it, token n of an answer pays the forward pass of all n tokens before it.
 
-Storing and attending are two things. `Rows` writes the keys and values of new tokens and reads
+Storing and attending are two things. `KVStorage` writes the keys and values of new tokens and reads
 old ones; a cache that stores them in another form overrides those two methods and nothing else.
-The caches say which rows, and hand what was read to `minillm.attention`.
+The caches say which slots, and hand what was read to `minillm.attention`.
 Not here: sequences of different lengths in one batch, and growing on demand; the paged cache does
 both.
 """
@@ -18,17 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.attention import check_backend, unchecked_attention
-from minillm.checks import brief, check_whole
+from minillm.cache import Cache
+from minillm.layers.attention import check_backend, unchecked_attention
 from minillm.model import Decoder
+from minillm.tools.checks import brief, check_whole
 
 
-class Rows:
-    """Keys and values as rows (K, D), one pair for each slot of a grid, for every layer.
+class KVStorage:
+    """Keys and values (K, D) of every slot, for every layer.
 
-    shape: of the grid: (B, max_len) in a contiguous cache, (n_blocks, P) in a paged one.
-    `at` in the methods is an index into that grid, as PyTorch takes it.
+    shape: of the slots: (B, max_len) in a contiguous cache, (n_blocks, P) in a paged one.
+    `at` in the methods is an index into the slots, as PyTorch takes it.
     """
+
+    plain = True
+    """Whether keys and values are stored as they are given, so that a kernel may write them."""
 
     def __init__(self, model: Decoder, shape: tuple[int, int]):
         L, K, D = model.kv_shape
@@ -56,15 +60,15 @@ class Rows:
         return keys[at], values[at]
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy whole rows of the grid, given by their numbers, in all layers."""
+        """Copy all slots of the sequences, or the blocks, with these numbers, in all layers."""
         self.k[:, target], self.v[:, target] = self.k[:, source], self.v[:, source]
 
 
-class RowsByHead(Rows):
-    """The same rows, but in memory the slots of each head lie in one piece.
+class StorageByHead(KVStorage):
+    """The same numbers, but in memory the slots of each head lie in one piece.
 
     Attention goes through a sequence head by head, and a CPU reads that faster. Pages, which are
-    gathered slot by slot, stay as `Rows` has them.
+    gathered slot by slot, stay as `KVStorage` has them.
     """
 
     def __init__(self, model: Decoder, shape: tuple[int, int]):
@@ -74,10 +78,10 @@ class RowsByHead(Rows):
         self._keep(by_head.transpose(2, 3))
 
 
-class KVCache:
+class KVCache(Cache):
     """Keys and values of `batch_size` sequences of equal length, `length` tokens so far.
 
-    rows: how they are stored; (B, max_len) slots are reserved at once.
+    storage: how they are stored; (B, max_len) slots are reserved at once.
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class KVCache:
         max_len: int,
         *,
         backend: str = "auto",
-        rows: Callable[[Decoder, tuple[int, int]], Rows] = RowsByHead,
+        storage: Callable[[Decoder, tuple[int, int]], KVStorage] = StorageByHead,
     ):
         check_whole("batch_size", batch_size)
         check_whole("max_len", max_len)
@@ -97,14 +101,14 @@ class KVCache:
                 f"{model.config.max_seq_len} positions."
             )
         check_backend(backend)
-        self.rows = rows(model, (batch_size, max_len))
+        self.storage = storage(model, (batch_size, max_len))
         self.made_for = model.kv_format
         self.batch_size, self.max_len, self.backend = batch_size, max_len, backend
         self.length = 0
 
     @property
     def nbytes(self) -> int:
-        return self.rows.nbytes
+        return self.storage.nbytes
 
     def positions(self, n_new: int) -> range:
         """Positions of the next `n_new` tokens; ValueError if they don't fit."""
@@ -123,8 +127,8 @@ class KVCache:
                 f"{self.batch_size}."
             )
         end = self.length + q.shape[1]
-        self.rows.write(layer, (slice(None), slice(self.length, end)), k, v)
-        keys, values = self.rows.read(layer, (slice(None), slice(end)))
+        self.storage.write(layer, (slice(None), slice(self.length, end)), k, v)
+        keys, values = self.storage.read(layer, (slice(None), slice(end)))
         return unchecked_attention(q, keys, values, True, q.shape[-1] ** -0.5, self.backend)
 
     def advance(self, n_new: int) -> None:

@@ -21,6 +21,9 @@ import torch
 
 Result = TypeVar("Result")
 
+Repeats = dict[str, list[float]]
+"""What was measured, by name, each time it was repeated."""
+
 
 def seconds(fn: Callable[[], Any], device: torch.device) -> float:
     """Wall time of one call of `fn()`, the GPU's work included, and none that was queued before."""
@@ -149,6 +152,19 @@ def steady(
     usual = median_high(faster for _, _, faster in runs)
     runs = [run for run in runs if 0.85 * usual < run[2] < usual / 0.85]
     return [result for result, _, _ in runs], max(faster for _, _, faster in runs)
+
+
+def alternate(fns: dict[str, Callable[[], float]], repeats: int) -> Repeats:
+    """Call each function twice to warm up, then `repeats` times in turn.
+
+    Every other round goes in the opposite order, so that no function always runs first. Each
+    returns its own measurement.
+    """
+    results: Repeats = {name: [] for name in fns}
+    for i in range(repeats + 2):
+        for name in list(fns) if i % 2 else reversed(fns):
+            results[name].append(fns[name]())
+    return {name: values[2:] for name, values in results.items()}
 
 
 @torch.inference_mode()

@@ -7,24 +7,24 @@ Cost: 2 FLOPs per matrix parameter and token, see `minillm.costs`.
 Everything here is per token, except for one call that looks at other tokens,
 `cache.attend(layer, q, k, v)`. So a technique replaces the cache, or swaps a Linear for another
 module, and never edits this file.
-Activations are (B, T, C). The matrices for q, k and v are one Linear, as are gate and up: one large
-product keeps the memory bus busier than three small ones. A layer is one module, and its norms are
-plain parameters: on a CPU each module call costs about 10 µs between two matrix products, because
-the weights have just passed through the caches and emptied them of everything else.
+The matrices for q, k and v are one Linear, as are gate and up: one large product keeps the memory
+bus busier than three small ones.
+Not here: how the layers run in fewer operations (`minillm.layers.fast`).
 """
 
 import copy
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
-from minillm import per_token
 from minillm.cache import Cache, NoCache
 from minillm.config import ModelConfig
-from minillm.kernels import on_device_of, why_not_here
-from minillm.per_token import apply_rope, rms_norm, rope_tables
+from minillm.layers import fast
+from minillm.layers.per_token import apply_rope, rms_norm, rope_tables, swiglu
+
+MATRICES = ("qkv", "out", "gate_up", "down", "head")
+"""The names of the matrices that tokens are multiplied with: four in each layer, and the head."""
 
 
 def _small_random(weight: Tensor) -> None:
@@ -65,51 +65,50 @@ class Layer(nn.Module):
         self.gate_up = Linear(c.d_model, 2 * c.d_ff, bias=False)
         self.down = Linear(c.d_ff, c.d_model, bias=False)
 
-    def forward(
-        self,
-        x: Tensor,
-        update: Tensor | None,
-        layer: int,
-        rope: tuple[Tensor, Tensor],
-        cache: Cache,
-        ops: ModuleType = per_token,
-    ) -> tuple[Tensor, Tensor]:
-        """Layer number `layer`: reads the residual stream x + update, returns the next such pair.
+    def forward(self, x: Tensor, layer: int, rope: tuple[Tensor, Tensor], cache: Cache) -> Tensor:
+        """Layer number `layer`: the residual stream x (B, T, C) with both blocks' outputs added.
 
-        x and update (B, T, C): what a block computes is added where the next norm reads it, in one
-        operation. rope: cos and sin (T, 1, D). ops: `minillm.per_token`, or `kernels.fused`.
+        rope: cos and sin of the tokens' positions, (T, 1, D) each.
         """
         H, K, D = self.config.n_heads, self.config.n_kv_heads, self.config.d_head
         eps = self.config.norm_eps
-        # `self.qkv` is looked up by nn.Module in Python, nine times here, and that shows at 4 bits.
-        matrix, weight = self._modules, self._parameters
 
-        x, normed = ops.add_rms_norm(x, update, weight["attn_norm"], eps)
-        qkv = matrix["qkv"](normed).view(len(x), -1, H + 2 * K, D)  # (B, T, H + 2K, D)
-        qk, v = qkv.split_with_sizes((H + K, K), -2)
-        if self.q_norm is not None:
-            q, k = qk.split((H, K), dim=-2)
-            qk = torch.cat((rms_norm(q, self.q_norm, eps), rms_norm(k, self.k_norm, eps)), dim=-2)
-        slots = None
-        if ops is not per_token and hasattr(cache, "slots"):
-            slots = cache.slots(layer)
-        if slots is None:
-            qk = apply_rope(qk, *rope)  # q and k turn together, in one call
-            attended = cache.attend(layer, *qk.split_with_sizes((H, K), -2), v)
-        else:
-            attended = cache.attend_written(layer, ops.rope_and_write(qk, v, rope, slots))
+        qkv = self.qkv(rms_norm(x, self.attn_norm, eps))  # (B, T, (H + 2K) D)
+        q, k, v = qkv.unflatten(-1, (-1, D)).split((H, K, K), -2)  # (B, T, H or K, D) each
+        if self.q_norm is not None:  # Qwen3
+            q, k = rms_norm(q, self.q_norm, eps), rms_norm(k, self.k_norm, eps)
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        attended = cache.attend(layer, q, k, v)  # (B, T, H, D)
+        x = x + self.out(attended.flatten(-2))  # (B, T, C)
 
-        update = matrix["out"](attended.flatten(-2))
-        x, normed = ops.add_rms_norm(x, update, weight["mlp_norm"], eps)
-        return x, matrix["down"](ops.silu_mul(matrix["gate_up"](normed)))  # SwiGLU
+        gate_up = self.gate_up(rms_norm(x, self.mlp_norm, eps))  # (B, T, 2F)
+        return x + self.down(swiglu(gate_up))  # (B, T, C)
+
+
+class Layers(nn.ModuleList):
+    """All layers, one after another."""
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        cache: Cache,
+        faster: bool | None = None,
+    ) -> Tensor:
+        """The residual stream x (B, T, C) through the layers. faster: `Decoder.fast`."""
+        if operations := fast.operations(x, faster):
+            return fast.run(self, x, rope, cache, operations)
+        for i, layer in enumerate(self):
+            x = layer(x, i, rope, cache)
+        return x
 
 
 class Decoder(nn.Module):
     """A decoder-only language model with random weights; `minillm.load` fills in a checkpoint's.
 
-    fused: whether the small operations between the matrix products run as `kernels.fused`: None
-    where that is possible on a CUDA device and no gradients are recorded, False never, True
-    always, with a ValueError where it is impossible.
+    fast: whether the layers run in the fewer operations of `minillm.layers.fast`: None where that
+    pays and no gradients are recorded, False never, True always, in the kernels for a GPU, with a
+    ValueError where it is impossible.
     Raises ValueError for a config that can only be counted.
     """
 
@@ -121,10 +120,10 @@ class Decoder(nn.Module):
                 "counted but not run; Decoder implements RMSNorm, SwiGLU and rotary positions."
             )
         self.config = config
-        self.fused: bool | None = None
-        self._rope: tuple[Tensor, Tensor] | None = None
+        self.fast: bool | None = None
+        self._rope_tables: tuple[Tensor, Tensor] | None = None
         self.embed = Embedding(config.vocab_size, config.d_model)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
+        self.layers = Layers(Layer(config) for _ in range(config.n_layers))
         self.norm = nn.Parameter(torch.ones(config.d_model))
         self.head = Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_embeddings:
@@ -157,6 +156,13 @@ class Decoder(nn.Module):
         return f"{L} layers of {K} key/value heads of {D} dimensions in {dtype}"
 
     def _check_ids(self, tokens: Tensor) -> None:
+        if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"tokens has shape {tuple(tokens.shape)} and dtype {tokens.dtype}; expected "
+                "integer ids (B, T)."
+            )
+        if tokens.shape[1] == 0:
+            raise ValueError("tokens is empty; give at least one token.")
         # Only on a CPU: elsewhere a look at the numbers would have to wait for the device.
         if tokens.device.type == "cpu" and len(tokens):
             low, high = (int(x) for x in tokens.aminmax())
@@ -166,57 +172,10 @@ class Decoder(nn.Module):
                     f"{self.config.vocab_size - 1}."
                 )
 
-    def _positions(self, positions: range | Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin (T, 1, D) of these positions, from tables that are computed once.
-
-        A captured CUDA graph can look numbers up, but not bring any from the host.
-        """
-        tables = self._rope
-        if tables is None or (tables[0].device, tables[0].dtype) != (self.device, self.dtype):
-            every = range(self.config.max_seq_len)
-            with torch.inference_mode(False):  # so that training can use the same tables later
-                tables = rope_tables(self.config, every, self.device, self.dtype)
-            self._rope = tables
-        at = slice(positions.start, positions.stop) if isinstance(positions, range) else positions
-        return tables[0][at], tables[1][at]
-
-    def _operations(self, x: Tensor) -> ModuleType:
-        if self.fused is False or (self.fused is None and not x.is_cuda):
-            return per_token
-        why_not = why_not_here(x, "Decoder.fused = True", "leave it at None")
-        if why_not is None and torch.is_grad_enabled():
-            why_not = (
-                "Decoder.fused = True is for inference: the kernels have no gradients; leave it at "
-                "None, or call the model under torch.inference_mode()."
-            )
-        if why_not is None:
-            from minillm.kernels import fused
-
-            return fused
-        if self.fused:
-            raise ValueError(why_not)
-        return per_token
-
-    def hidden(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """Token ids (B, T) to the last layer's normalized states (B, T, C).
-
-        `head` turns those into logits. Raises ValueError for tokens of another shape or dtype, for
-        a cache made for another model, for positions past the model's `max_seq_len`, and on a CPU
-        for ids outside the vocabulary.
-        """
-        if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):
+    def _checked_positions(self, tokens: Tensor, cache: Cache) -> range | Tensor:
+        if cache.made_for not in (None, self.kv_format):
             raise ValueError(
-                f"tokens has shape {tuple(tokens.shape)} and dtype {tokens.dtype}; expected "
-                "integer ids (B, T)."
-            )
-        if tokens.shape[1] == 0:
-            raise ValueError("tokens is empty; give at least one token.")
-        self._check_ids(tokens)
-        cache = NoCache() if cache is None else cache
-        made_for = getattr(cache, "made_for", None)  # caches that keep nothing fit any model
-        if made_for not in (None, self.kv_format):
-            raise ValueError(
-                f"The cache was made for {made_for}; {self.config.name} has {self.kv_format}."
+                f"The cache was made for {cache.made_for}; {self.config.name} has {self.kv_format}."
             )
         positions = cache.positions(tokens.shape[1])
         longest = self.config.max_seq_len
@@ -226,14 +185,36 @@ class Decoder(nn.Module):
                 f"{positions.stop} positions are asked for; {self.config.name} was trained for at "
                 f"most {longest}."
             )
-        x, update = self.embed(tokens), None  # (B, T, C)
-        rope, ops = self._positions(positions), self._operations(x)
-        with on_device_of(x):
-            for i, layer in enumerate(self.layers):
-                x, update = layer(x, update, i, rope, cache, ops)
-            x, normed = ops.add_rms_norm(x, update, self.norm, self.config.norm_eps)
+        return positions
+
+    def _rope(self, positions: range | Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin (T, 1, D) of these positions, from tables that are computed once.
+
+        A captured CUDA graph can look numbers up, but not bring any from the host.
+        """
+        tables = self._rope_tables
+        if tables is None or (tables[0].device, tables[0].dtype) != (self.device, self.dtype):
+            every = range(self.config.max_seq_len)
+            with torch.inference_mode(False):  # so that training can use the same tables later
+                tables = rope_tables(self.config, every, self.device, self.dtype)
+            self._rope_tables = tables
+        at = slice(positions.start, positions.stop) if isinstance(positions, range) else positions
+        return tables[0][at], tables[1][at]
+
+    def hidden(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """Token ids (B, T) to the last layer's normalized states (B, T, C).
+
+        `head` turns those into logits. Raises ValueError for tokens of another shape or dtype, for
+        a cache made for another model, for positions past the model's `max_seq_len`, and on a CPU
+        for ids outside the vocabulary.
+        """
+        self._check_ids(tokens)
+        cache = NoCache() if cache is None else cache
+        positions = self._checked_positions(tokens, cache)
+        x = self.embed(tokens)  # (B, T, C)
+        x = self.layers(x, self._rope(positions), cache, self.fast)  # (B, T, C)
         cache.advance(tokens.shape[1])
-        return normed
+        return rms_norm(x, self.norm, self.config.norm_eps)
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Token ids (B, T) to logits (B, T, V). With a cache, the tokens continue what it holds."""
@@ -261,7 +242,7 @@ def check_plain(model: Decoder, what: str) -> None:
     what: what is to be done, for the sentence: "quantize".
     """
     for name, module in model.named_modules():
-        if name.rpartition(".")[2] not in ("qkv", "out", "gate_up", "down", "head"):
+        if name.rpartition(".")[2] not in MATRICES:
             continue
         if type(module) is not Linear:
             raise ValueError(

@@ -7,6 +7,7 @@ is `minillm.ragged`.
 
     PagedKVCache   the pages themselves
     PagedBatch     one step of several sequences: what the model gets as its cache
+    PagedStep      the same from numbers that lie on the device: what a CUDA graph captures
 """
 
 from array import array
@@ -16,18 +17,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from minillm.attention import check_backend
 from minillm.blocks import BlockManager, BlockTable
-from minillm.checks import check_whole
-from minillm.kv_cache import Rows
+from minillm.cache import Cache
+from minillm.kv_cache import KVStorage
+from minillm.layers.attention import check_backend
 from minillm.model import Decoder
 from minillm.ragged import BACKENDS, RaggedLayout
+from minillm.tools.checks import check_whole
 
 
 class PagedKVCache:
     """Keys and values in `n_blocks` blocks of `block_size` tokens, shared by all sequences.
 
-    rows: how they are stored; all blocks are reserved at once.
+    storage: how they are stored; all blocks are reserved at once.
 
         table = cache.manager.start(ids)                    # finds a known prefix, if there is one
         cache.reserve(table, n)                             # room for n tokens
@@ -43,17 +45,17 @@ class PagedKVCache:
         *,
         prefix_caching: bool = True,
         backend: str = "auto",
-        rows: Callable[[Decoder, tuple[int, int]], Rows] = Rows,
+        storage: Callable[[Decoder, tuple[int, int]], KVStorage] = KVStorage,
     ):
         check_backend(backend, BACKENDS)
         self.manager = BlockManager(n_blocks, block_size, prefix_caching=prefix_caching)
-        self.rows = rows(model, (n_blocks, block_size))
+        self.storage = storage(model, (n_blocks, block_size))
         self.made_for, self.config, self.device = model.kv_format, model.config, model.device
         self.backend = backend
 
     @property
     def nbytes(self) -> int:
-        return self.rows.nbytes
+        return self.storage.nbytes
 
     def reserve(self, table: BlockTable, n_new: int) -> None:
         """`BlockManager.reserve`, and the copy that it asks for."""
@@ -62,7 +64,7 @@ class PagedKVCache:
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the contents of blocks, all layers, given as (from, to)."""
         if pairs:
-            self.rows.copy(*torch.tensor(pairs, device=self.device).T)
+            self.storage.copy(*torch.tensor(pairs, device=self.device).T)
 
     def batch(self, tables: Sequence[BlockTable], n_new: Sequence[int]) -> "PagedBatch":
         """The view through which the next n_new[i] tokens of each sequence i go through the model.
@@ -73,53 +75,90 @@ class PagedKVCache:
         return PagedBatch(self, tables, n_new)
 
 
-class PagedBatch:
-    """One step of several sequences in a `PagedKVCache`; good for one forward pass."""
+class PagedStep(Cache):
+    """A step of several sequences, whose numbers lie on the device; good for one forward pass.
+
+    positions, blocks, offsets (N,): where each new token is in its sequence and in the pages.
+    """
+
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        positions: Tensor,
+        blocks: Tensor,
+        offsets: Tensor,
+        layout: RaggedLayout,
+    ):
+        self.cache, self.made_for = cache, cache.made_for
+        self._positions, self._block, self._offset = positions, blocks, offsets
+        self._layout = layout
+
+    @staticmethod
+    def of_one_token_each(cache: PagedKVCache, tables: Tensor, lens: Tensor) -> "PagedStep":
+        """One new token of each of n sequences: tables (n, width) and lens (n,), the new included.
+
+        Nothing comes from the host, so that a CUDA graph can hold it; the host counts the tokens.
+        """
+        size, n = cache.manager.block_size, len(lens)
+        positions = lens.long() - 1
+        blocks = tables.gather(1, positions[:, None] // size)[:, 0].long()
+        both = torch.stack((lens, torch.ones_like(lens)))
+        layout = RaggedLayout(tables, both, [1] * n, [1] * n, size, tables.shape[1] * size)
+        each = torch.arange(n, dtype=torch.int32, device=lens.device)
+        layout.tiles = torch.stack((each, torch.zeros_like(each), each))  # a tile a sequence
+        return PagedStep(cache, positions, blocks, positions % size, layout)
+
+    def positions(self, n_new: int) -> Tensor:
+        if n_new != len(self._positions):
+            raise ValueError(f"{n_new} tokens were given for a batch of {len(self._positions)}.")
+        return self._positions
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (1, N, H, D), k and v (1, N, K, D) of the N new tokens; returns (1, N, H, D)."""
+        self.cache.storage.write(layer, (self._block, self._offset), k[0], v[0])
+        return self.attend_written(layer, q)
+
+    def slots(self, layer: int) -> tuple[Tensor, ...] | None:
+        storage = self.cache.storage
+        if not storage.plain:
+            return None
+        return *storage.layers[layer], self._block, self._offset
+
+    def attend_written(self, layer: int, q: Tensor) -> Tensor:
+        storage, scale = self.cache.storage, q.shape[-1] ** -0.5
+        read, pages = partial(storage.read, layer), storage.layers[layer]
+        return self._layout.attention(q[0], pages, read, scale, self.cache.backend)[None]
+
+    def advance(self, n_new: int) -> None:
+        pass
+
+
+class PagedBatch(PagedStep):
+    """The next n_new[i] tokens of each sequence i, from their block tables."""
 
     def __init__(self, cache: PagedKVCache, tables: Sequence[BlockTable], n_new: Sequence[int]):
         if not tables or len(tables) != len(n_new):
             raise ValueError(
                 f"{len(tables)} block tables and {len(n_new)} token counts; give one count for "
-                "each of at least one table."
+                "each of at least one sequence."
             )
-        self.cache, self.tables, self.n_new = cache, tables, list(n_new)
-        self.made_for = cache.made_for
-        numbers = self._numbers()
+        self.tables, self.n_new = tables, list(n_new)
+        for table, n in zip(tables, n_new, strict=True):
+            self._check(cache, table, n)
+        numbers = _numbers(tables, self.n_new, cache.manager.block_size)
         seq_lens = numbers[-1][0].tolist()
-        self._positions, self._block, self._offset, block_tables, lens = (
-            x.to(cache.device) for x in numbers
-        )
+        positions, blocks, offsets, block_tables, lens = (x.to(cache.device) for x in numbers)
         size = cache.manager.block_size
-        self._layout = RaggedLayout(block_tables, lens, seq_lens, self.n_new, size)
+        layout = RaggedLayout(block_tables, lens, seq_lens, self.n_new, size)
+        super().__init__(cache, positions, blocks, offsets, layout)
 
-    def _numbers(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """On the CPU: of each new token its position, block and offset in the block, (N,) each.
-
-        Then the block tables (n_seqs, blocks of the longest), and lengths (2, n_seqs): with the
-        new tokens, and the new tokens alone.
-        """
-        size = self.cache.manager.block_size
+    def advance(self, n_new: int) -> None:
         for table, n in zip(self.tables, self.n_new, strict=True):
-            self._check(table, n)
-        # The tables are int32 arrays: one copy of their bytes, padded, is the whole batch's table.
-        blocks = [table.blocks for table in self.tables]
-        width = max(map(len, blocks))
-        joined = bytearray().join(b.tobytes() + bytes(4 * (width - len(b))) for b in blocks)
-        block_tables = torch.frombuffer(joined, dtype=torch.int32).view(-1, width)
-        old = torch.frombuffer(array("i", [t.n_tokens for t in self.tables]), dtype=torch.int32)
-        new = torch.frombuffer(array("i", self.n_new), dtype=torch.int32)
-        positions = old.long()
-        sequence = torch.arange(len(old))
-        if max(self.n_new) > 1:
-            # Not repeat_interleave, which would wake all threads for a few numbers.
-            sequence = torch.tensor([i for i, n in enumerate(self.n_new) for _ in range(n)])
-            first = new.cumsum(0) - new  # row of each sequence's first new token
-            positions = torch.arange(len(sequence)) + (positions - first)[sequence]
-        block = block_tables[sequence, positions // size].long()
-        return positions, block, positions % size, block_tables, torch.stack((old + new, new))
+            table.n_tokens += n
 
-    def _check(self, table: BlockTable, n: int) -> None:
-        manager, config = self.cache.manager, self.cache.config
+    @staticmethod
+    def _check(cache: PagedKVCache, table: BlockTable, n: int) -> None:
+        manager, config = cache.manager, cache.config
         check_whole("n_new", n)
         if table.n_tokens + n > len(table.blocks) * manager.block_size:
             raise ValueError(
@@ -137,32 +176,28 @@ class PagedBatch:
                 f"most {config.max_seq_len}."
             )
 
-    def positions(self, n_new: int) -> Tensor:
-        if n_new != sum(self.n_new):
-            raise ValueError(f"{n_new} tokens were given for a batch of {sum(self.n_new)}.")
-        return self._positions
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (1, N, H, D), k and v (1, N, K, D) of the N new tokens; returns (1, N, H, D)."""
-        self.cache.rows.write(layer, (self._block, self._offset), k[0], v[0])
-        return self.attend_written(layer, q)
+def _numbers(
+    tables: Sequence[BlockTable], n_new: list[int], size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """On the CPU: of each new token its position, block and offset in the block, (N,) each.
 
-    def slots(self, layer: int) -> tuple[Tensor, ...] | None:
-        """Where a kernel may write the new rows itself; None if the cache stores another form.
-
-        Pages of keys and of values, and each new token's block and offset in it, (N,) each.
-        """
-        rows = self.cache.rows
-        if type(rows).write is not Rows.write:
-            return None
-        return *rows.layers[layer], self._block, self._offset
-
-    def attend_written(self, layer: int, q: Tensor) -> Tensor:
-        """`attend` for keys and values that are in their slots already."""
-        rows, scale = self.cache.rows, q.shape[-1] ** -0.5
-        read, pages = partial(rows.read, layer), rows.layers[layer]
-        return self._layout.attention(q[0], pages, read, scale, self.cache.backend)[None]
-
-    def advance(self, n_new: int) -> None:
-        for table, n in zip(self.tables, self.n_new, strict=True):
-            table.n_tokens += n
+    Then the block tables (n_seqs, blocks of the longest), and lengths (2, n_seqs): with the new
+    tokens, and the new tokens alone.
+    """
+    # The tables are int32 arrays: one copy of their bytes, padded, is the whole batch's table.
+    blocks = [table.blocks for table in tables]
+    width = max(map(len, blocks))
+    joined = bytearray().join(b.tobytes() + bytes(4 * (width - len(b))) for b in blocks)
+    block_tables = torch.frombuffer(joined, dtype=torch.int32).view(-1, width)
+    old = torch.frombuffer(array("i", [t.n_tokens for t in tables]), dtype=torch.int32)
+    new = torch.frombuffer(array("i", n_new), dtype=torch.int32)
+    positions = old.long()  # (n_seqs,)
+    sequence = torch.arange(len(old))
+    if max(n_new) > 1:
+        # Not repeat_interleave, which would wake all threads for a few numbers.
+        sequence = torch.tensor([i for i, n in enumerate(n_new) for _ in range(n)])  # (N,)
+        first = new.cumsum(0) - new  # row of each sequence's first new token
+        positions = torch.arange(len(sequence)) + (positions - first)[sequence]  # (N,)
+    block = block_tables[sequence, positions // size].long()
+    return positions, block, positions % size, block_tables, torch.stack((old + new, new))

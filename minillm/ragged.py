@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.attention import check_backend, unchecked_attention
-from minillm.kernels import on_device_of, rows_contiguous, why_not_triton
+from minillm.kernels.availability import on_device_of, rows_contiguous, why_not_triton
+from minillm.layers.attention import check_backend, unchecked_attention
 
 BACKENDS = ("auto", "reference", "triton", "sdpa")
 

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 import regex  # of tiktoken's dependencies: the syntax of its patterns
 import tiktoken
 
-from minillm.chat_template import render
-from minillm.checks import brief
+from minillm.tools.chat_template import render
+from minillm.tools.checks import brief
 
 SAMPLE = "Words don't 12 ½ _x+y?! \t \n\r\n  é e\u0301 ж 漢字 🦜\u200d🦜 \u00a0\x00\ue000 0000x"
 """Characters of every kind, on which patterns are tried."""

@@ -8,9 +8,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minillm import Decoder, ModelConfig
-from minillm.calibration import Inputs
-from minillm.medusa import MedusaHeads
-from minillm.weights import parameter_sources
+from minillm.quantization.calibration import Inputs
+from minillm.speculation.medusa import MedusaHeads
+from minillm.weights.build import parameter_sources
 
 
 def tiny_config(**changes: object) -> ModelConfig:

@@ -1,26 +1,83 @@
-"""The modules of the package from top to bottom: a module imports only from modules before it."""
+"""The rooms of the package from top to bottom: a file imports only from files before it.
 
-# The first ones import no torch.
+A room stands here as a whole, with its insides in their own order. So no room imports from one
+below it, and no two rooms import from each other.
+"""
+
+ROOMS: tuple[str | tuple[str, tuple[str, ...]], ...] = (
+    (
+        "tools",
+        (
+            "checks", "command_line", "folders", "exercises", "chat_template", "devices", "plots",
+        ),
+    ),
+    (
+        "kernels",
+        (
+            "availability", "tiles", "flash_forward", "flash_backward", "flash_decode",
+            "paged_attention", "fused", "few_rows",
+        ),
+    ),
+    "measure", "config", "hf_config", "hardware", "costs", "card", "tokenizer", "sampling",
+    ("layers", ("flash", "attention", "per_token", "fast")),
+    "blocks", "fragmentation",
+    "cache", "model", "kv_cache", "ragged", "paged", "generation",
+    "training", "evaluate", "gqa", "prepacked",
+    (
+        "quantization",
+        (
+            "grid", "kv_cache", "calibration", "gptq", "awq", "linear", "w8a8", "quantize",
+            "sparsity",
+        ),
+    ),
+    (
+        "weights",
+        (
+            "files", "build", "safetensors_folder", "gguf_header", "gguf_checkpoint",
+            "tokenizer_files", "default", "loading",
+        ),
+    ),
+    ("speculation", ("drafters", "medusa", "medusa_heads", "speculative")),
+    (
+        "serving",
+        (
+            "request", "scheduler", "timeline", "metrics", "virtual_time", "engine_config",
+            "batch_drafters", "proposals", "cuda_graphs", "model_runner", "recovery", "engine",
+            "workload",
+        ),
+    ),
+    (
+        "parallel",
+        (
+            "plan", "step_time", "collectives", "tensor", "pipeline", "loading", "serving",
+            "with_pytorch", "__main__",
+        ),
+    ),
+    ("distillation", ("student", "teacher_text", "distill", "__main__")),
+    (
+        "bench",
+        (
+            "recording", "models", "peers", "decode", "prefill", "attention", "serve_gpu", "serve",
+            "load", "quantize", "speculate", "gpu", "gpu_kernels", "gpu_model", "gpu_second",
+            "tables", "command", "__main__",
+        ),
+    ),
+    "__main__",
+)  # fmt: skip
+
+ORDER = tuple(
+    name
+    for place in ROOMS
+    for name in (
+        (place,) if isinstance(place, str) else (place[0], *(f"{place[0]}.{f}" for f in place[1]))
+    )
+)
+"""Every module; a room's own name, its `__init__`, stands before its insides."""
+
 TORCH_FREE = (
-    "checks", "folders", "config", "costs", "hardware", "card", "blocks", "request", "scheduler",
-    "timeline", "virtual_time", "metrics", "fragmentation",
+    "tools.checks", "tools.command_line", "tools.folders", "tools.exercises",
+    "tools.chat_template", "config", "hf_config", "hardware", "costs", "card", "blocks",
+    "fragmentation", "serving.request", "serving.scheduler", "serving.timeline", "serving.metrics",
+    "serving.virtual_time", "parallel.plan", "parallel.step_time",
 )  # fmt: skip
-ORDER = (
-    *TORCH_FREE, "measure", "devices", "chat_template", "tokenizer", "kernels", "kernels.tiles",
-    "kernels.flash_forward", "kernels.flash_backward", "kernels.flash_decode",
-    "kernels.paged_attention", "kernels.fused", "kernels.few_rows", "flash",
-    "attention", "cache", "per_token", "model", "kv_cache", "grid", "quantized_kv",
-    "calibration", "gptq", "awq", "quantized_linear", "w8a8", "quantize", "sparsity",
-    "weights.files", "weights.build", "weights.safetensors_folder",
-    "weights.gguf_header", "weights.gguf_checkpoint", "weights.tokenizer_files",
-    "weights.default", "weights", "training", "student", "evaluate", "gqa", "prepack", "sampling",
-    "ragged", "paged", "cuda_graphs", "generate", "drafters", "medusa", "speculative",
-    "proposals", "steps", "engine_config", "engine", "parallel", "parallel.plan",
-    "parallel.step_time", "parallel.collectives", "parallel.tensor", "parallel.pipeline",
-    "parallel.loading", "parallel.serving", "parallel.with_pytorch", "parallel.__main__",
-    "teacher_text", "distill", "workload", "plots", "exercises",
-    "bench", "bench.recording", "bench.models", "bench.peers", "bench.decode",
-    "bench.prefill", "bench.attention", "bench.serve_gpu", "bench.serve", "bench.load",
-    "bench.quantize", "bench.speculate", "bench.gpu", "bench.gpu_kernels", "bench.gpu_model",
-    "bench.gpu_second", "bench.tables", "bench.command", "__main__", "bench.__main__",
-)  # fmt: skip
+"""What counts, decides or plans imports neither torch nor NumPy."""

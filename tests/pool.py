@@ -18,10 +18,10 @@ def check_pool(manager: BlockManager, tables: Iterable[BlockTable]) -> None:
         assert len(table.prefixes) <= table.n_tokens // size
         # Blocks without a token are about to be written: no other sequence may have them.
         for block in table.blocks[-(-table.n_tokens // size) :]:
-            assert allocator.holders(block) == 1
+            assert allocator.ref_count(block) == 1
     for block in range(allocator.n_blocks):
-        assert allocator.holders(block) == held[block] + (block in known)
-    free = [block for block in range(allocator.n_blocks) if not allocator.holders(block)]
+        assert allocator.ref_count(block) == held[block] + (block in known)
+    free = [block for block in range(allocator.n_blocks) if not allocator.ref_count(block)]
     assert sorted(allocator._free) == free
     assert set(manager._idle) == set(known) - held.keys()
     assert manager.n_available == allocator.n_blocks - len(held) >= 0

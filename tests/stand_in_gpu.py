@@ -16,14 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minillm import flash, model, ragged
-from minillm.kernels import (
-    flash_backward,
-    flash_decode,
-    flash_forward,
-    fused,
-    paged_attention,
-)
+from minillm import ragged
+from minillm.kernels import flash_backward, flash_decode, flash_forward, fused, paged_attention
+from minillm.layers import fast, flash
 
 KERNELS = (flash_forward, flash_backward, flash_decode, paged_attention, fused)
 
@@ -95,11 +90,11 @@ def stand_in_gpu() -> Iterator[list[Launch]]:
             launches.append(launch)
 
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        for module in (flash, ragged, model):
+        for module in (flash, ragged, fast):
             patch.setattr(module, "on_device_of", guards)
-        for module in (import_module("minillm.attention"), ragged):
+        for module in (import_module("minillm.layers.attention"), ragged):
             patch.setattr(module, "why_not_triton", lambda q, scale: None)
-        patch.setattr(model, "why_not_here", lambda x, what, instead: None)
+        patch.setattr(fast, "why_not_here", lambda x, what, instead: None)
         for module in KERNELS:
             stack.enter_context(recorded(module, Noted()))
         yield launches

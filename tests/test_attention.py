@@ -11,9 +11,10 @@ from plain_attention import oracle
 from tiers import BACKEND_PARAMETERS, HAS_TRITON, INTERPRETED
 from torch import Tensor
 
-from minillm import Decoder, KVCache, generate, kernels
-from minillm.attention import BACKENDS, attention
+from minillm import Decoder, KVCache, generate
 from minillm.cache import NoCache
+from minillm.kernels import availability
+from minillm.layers.attention import BACKENDS, attention
 
 patch_once_a_launch()
 backends = pytest.mark.parametrize("backend", BACKEND_PARAMETERS)
@@ -276,7 +277,7 @@ def test_caches_pass_the_refusals_on():
 
 
 def test_without_the_package_triton(monkeypatch):
-    monkeypatch.setattr(kernels, "_HAS_TRITON", False)
+    monkeypatch.setattr(availability, "_HAS_TRITON", False)
     inputs = qkv(3, 3, H=4, K=2)
     with pytest.raises(ValueError, match=f"backend 'triton' {NO_PACKAGE}"):
         attention(*inputs, backend="triton")
@@ -302,7 +303,7 @@ def test_the_interpreter_refuses_what_it_computes_wrongly():
 def test_auto_on_a_cpu_is_sdpa(monkeypatch, T):
     """Also where the interpreter could run the kernels: it is there to test with."""
     called = []
-    module = sys.modules["minillm.attention"]  # the name in the package is the function
+    module = sys.modules["minillm.layers.attention"]
     monkeypatch.setattr(module, "_sdpa", lambda *inputs: called.append(inputs))
     attention(*qkv(T, 40, H=4, K=2))
     assert len(called) == 1

@@ -25,9 +25,10 @@ from minillm.bench import (
 )
 from minillm.bench import quantize as bench_quantize
 from minillm.bench import recording as recording_module
-from minillm.bench.recording import Recording, alternate
+from minillm.bench.recording import Recording
 from minillm.bench.tables import results_table
-from minillm.weights import parameter_sources
+from minillm.measure import alternate
+from minillm.weights.build import parameter_sources
 
 CPU = torch.device("cpu")
 REPEATS = {"repeats": 1}

@@ -27,13 +27,13 @@ from minillm.config import PRESETS
 from minillm.evaluate import difference
 from minillm.fragmentation import simulate
 from minillm.hardware import roofline_seconds
+from minillm.layers.per_token import rms_norm
 from minillm.parallel.plan import Plan, bubble_share, part
 from minillm.parallel.step_time import Cluster, decode_time
-from minillm.per_token import rms_norm
-from minillm.sparsity import compress, mask_2_4
-from minillm.speculative import speedup, tokens_per_pass
-from minillm.virtual_time import VirtualClock, step_seconds
-from minillm.workload import AZURE_OUTPUT, AZURE_PROMPT, draw_length
+from minillm.quantization.sparsity import compress, mask_2_4
+from minillm.serving.virtual_time import VirtualClock, step_seconds
+from minillm.serving.workload import AZURE_OUTPUT, AZURE_PROMPT, draw_length
+from minillm.speculation.speculative import speedup, tokens_per_pass
 
 GB, GiB = 10**9, 2**30
 

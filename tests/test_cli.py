@@ -127,7 +127,7 @@ def test_what_the_machine_lacks_is_one_sentence(error, words, capsys, monkeypatc
     def broken(*_, **__):
         raise error
 
-    monkeypatch.setattr("minillm.weights.load", broken)
+    monkeypatch.setattr("minillm.weights.loading.load", broken)
     assert main(["generate", "x"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("minillm: ") and words in err and err.count("\n") == 1

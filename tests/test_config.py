@@ -12,7 +12,8 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Conf
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from minillm import ModelConfig, costs
-from minillm.config import PRESETS, llama3_rope_factors
+from minillm.config import PRESETS
+from minillm.hf_config import from_hf, llama3_rope_factors
 
 SIZES = dict(
     vocab_size=97,
@@ -97,9 +98,7 @@ def test_from_hf_reads_live_configs_in_every_spelling(name: str, spelling: objec
         norm_eps=1e-6,
     )
     expected = ModelConfig(**(expected | changes))
-    assert (
-        ModelConfig.from_hf(spelled_as_in_4(raw) if spelling == 4 else raw, name=name) == expected
-    )
+    assert from_hf(spelled_as_in_4(raw) if spelling == 4 else raw, name=name) == expected
 
 
 def test_old_configs_may_leave_out_what_has_a_default() -> None:
@@ -111,7 +110,7 @@ def test_old_configs_may_leave_out_what_has_a_default() -> None:
         num_attention_heads=6,
         vocab_size=97,
     )
-    config = ModelConfig.from_hf(raw)
+    config = from_hf(raw)
     assert (
         config.n_kv_heads,
         config.d_head,
@@ -143,7 +142,7 @@ def test_llama3_factors_equal_transformers(
     )
     theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](live, device=torch.device("cpu"))
     raw = spelled_as_in_4(live.to_dict()) | {"rope_theta": theta, "rope_scaling": scaling}
-    factors = torch.tensor(ModelConfig.from_hf(raw).rope_factors)
+    factors = torch.tensor(from_hf(raw).rope_factors)
     ours = theta ** -(torch.arange(0, d_head, 2) / d_head) / factors
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
     assert len({round(f, 3) for f in factors.tolist()}) > 1  # otherwise the sizes test nothing
@@ -223,7 +222,7 @@ def raw_config(cls: type[PreTrainedConfig] = LlamaConfig, **changes: object) -> 
 )
 def test_refusals_name_the_reason(raw: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        ModelConfig.from_hf(raw)
+        from_hf(raw)
 
 
 REQUIRED = (
@@ -240,7 +239,7 @@ def test_missing_sizes_are_named(key: str) -> None:
     raw = raw_config()
     del raw[key]
     with pytest.raises(ValueError, match=f"{key} = None"):
-        ModelConfig.from_hf(raw)
+        from_hf(raw)
 
 
 NUMBERS = st.integers() | st.sampled_from(
@@ -273,7 +272,7 @@ def test_from_hf_gives_a_config_or_a_value_error(data: st.DataObject) -> None:
                 part = raw[key]
         part[data.draw(st.sampled_from(sorted(part)))] = data.draw(JSON)
     try:
-        config = ModelConfig.from_hf(raw)
+        config = from_hf(raw)
     except ValueError as error:
         assert str(error).endswith(".")
     else:

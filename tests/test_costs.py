@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from minillm import Decoder, KVCache, ModelConfig, costs
 from minillm.config import PRESETS
-from minillm.weights import parameter_sources
+from minillm.weights.build import parameter_sources
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 RUNNABLE = [name for name, config in PRESETS.items() if config.runnable]

@@ -11,10 +11,10 @@ import torch
 from interpreter import patch_once_a_launch
 from models import lively, tiny_config
 
-from minillm import Decoder, KVCache, PagedKVCache, generate
+from minillm import Decoder, PagedKVCache, generate
 from minillm.blocks import BlockTable
-from minillm.cuda_graphs import DecodeRows, graph_sizes
-from minillm.quantized_kv import rows_for
+from minillm.quantization.kv_cache import storage_for
+from minillm.serving.cuda_graphs import DecodeRows, graph_sizes, graphed_step, why_no_graphs
 
 interpret = pytest.mark.interpret
 patch_once_a_launch()
@@ -28,7 +28,7 @@ def test_decode_rows_give_the_full_forward(fused):
     Every step reads the same tensors, padding included, and gives what the whole sequence does.
     """
     model = lively(size=0.1)
-    model.fused = fused
+    model.fast = fused
     cache = PagedKVCache(model, 60, 4, backend="triton", prefix_caching=False)
     rows = DecodeRows(model, cache, 6)
     padding = BlockTable(array("i", [cache.manager.allocator.allocate()]))
@@ -111,8 +111,8 @@ def test_a_step_brings_nothing_from_the_host(kv_dtype):
 
     with torch.device("meta"):
         model = Decoder(tiny_config(rope_factors=(1.0, 2.0, 4.0, 8.0))).requires_grad_(False)
-    model.fused = True
-    cache = PagedKVCache(model, 9, 4, backend="triton", rows=rows_for(kv_dtype, None))
+    model.fast = True
+    cache = PagedKVCache(model, 9, 4, backend="triton", storage=storage_for(kv_dtype))
     rows = DecodeRows(model, cache, 4)
     with stand_in_gpu() as launches:
         rows.step(3)  # the warm-up, which makes the rotary tables
@@ -128,7 +128,7 @@ def test_a_step_brings_nothing_from_the_host(kv_dtype):
         paged = next(x for x in launches if x.kernel.fn.__name__ == "paged_kernel")
         assert paged.arguments["BITS"] == {None: 16, "int8": 8, "int4": 4}[kv_dtype]
         # It would be seen: a table that is made from numbers of the host.
-        model._rope = None
+        model._rope_tables = None
         with transfers() as seen:
             rows.step(3)
         assert seen
@@ -151,11 +151,9 @@ def test_padding_is_never_much():
     assert len(sizes) < 20
 
 
-def test_generate_says_why_not(tiny):
-    with pytest.raises(ValueError, match="cuda_graphs needs a model on a CUDA device; this one is"):
-        generate(tiny, [1, 2], 3, cuda_graphs=True)
-    for options in ({"use_cache": False}, {"cache": KVCache(tiny, 1, 8)}):
-        with pytest.raises(ValueError, match="cuda_graphs needs a cache of its own"):
-            generate(tiny, [1, 2], 3, cuda_graphs=True, **options)
-    expected = generate(tiny, [1, 2], 40)  # long enough to be captured on a GPU
-    assert generate(tiny, [1, 2], 40, cuda_graphs=False) == expected
+def test_a_step_for_generate_where_it_pays(tiny):
+    """None, which `generate` takes as its own step, without a GPU and for a few tokens."""
+    assert graphed_step(tiny, 2, 40) is None
+    expected = generate(tiny, [1, 2], 40)
+    assert generate(tiny, [1, 2], 40, step=graphed_step(tiny, 2, 40)) == expected
+    assert "cuda_graphs needs a model on a CUDA device; this one is" in why_no_graphs(tiny, "auto")

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from models import lively, tiny_config
 
 from minillm import Decoder, generate, quantize
-from minillm.distill import distill, distillation_loss
+from minillm.distillation.distill import distill, distillation_loss
+from minillm.distillation.student import make_student
 from minillm.evaluate import difference
-from minillm.student import make_student
 from minillm.training import fit, warmup_and_decay
 
 

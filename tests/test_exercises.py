@@ -4,8 +4,9 @@ import pytest
 import torch
 from PIL import Image
 
-from minillm import measure, plots
-from minillm.exercises import own_work
+from minillm import measure
+from minillm.tools import plots
+from minillm.tools.exercises import own_work
 
 
 def honest(x):

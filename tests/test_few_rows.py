@@ -11,9 +11,9 @@ if not HAS_TRITON:
     pytest.skip("needs the package triton, which exists for Linux", allow_module_level=True)
 from gpu_compiler import SHARED_LIMIT, compile_for, recorded, specialization
 
-from minillm.grid import pack
 from minillm.kernels import few_rows
 from minillm.kernels.few_rows import few_rows_linear
+from minillm.quantization.grid import pack
 
 interpret = pytest.mark.interpret
 patch_once_a_launch()

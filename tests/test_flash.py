@@ -22,15 +22,15 @@ from plain_attention import (
 from torch import Tensor
 
 from minillm import costs
-from minillm.attention import attention
-from minillm.flash import (
+from minillm.kernels.availability import rows_contiguous
+from minillm.layers.attention import attention
+from minillm.layers.flash import (
     FlashAttention,
     Traffic,
     _tiled_backward,
     _tiled_forward,
     tiled_attention,
 )
-from minillm.kernels import rows_contiguous
 
 
 @st.composite

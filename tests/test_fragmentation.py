@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from minillm.fragmentation import POLICIES, Buddy, FirstFit, Sample, simulate
-from minillm.workload import AZURE_OUTPUT, AZURE_PROMPT, draw_length
+from minillm.serving.workload import AZURE_OUTPUT, AZURE_PROMPT, draw_length
 
 
 class Slots(RuleBasedStateMachine):

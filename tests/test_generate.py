@@ -10,9 +10,9 @@ from models import lively
 from tiers import BACKEND_PARAMETERS
 
 from minillm import Decoder, Engine, EngineConfig, KVCache, Sampling, Tokenizer, prepack
-from minillm.attention import BACKENDS
 from minillm.cache import NoCache
-from minillm.generate import decode, generate, prefill
+from minillm.generation import decode, generate, prefill
+from minillm.layers.attention import BACKENDS
 from minillm.paged import BACKENDS as PAGED_BACKENDS
 
 
@@ -145,7 +145,7 @@ class Forgetful(KVCache):
 
     def attend(self, layer, q, k, v):
         if self.bug == "stale" and self.length:
-            k = self.rows.k[layer][:, self.length - 1 : self.length]
+            k = self.storage.k[layer][:, self.length - 1 : self.length]
         return super().attend(layer, q, k, v)
 
 

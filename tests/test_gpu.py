@@ -22,10 +22,12 @@ from plain_attention import (
 from torch import Tensor
 
 import minillm
-from minillm import Engine, EngineConfig, KVCache, Sampling, generate, per_token, quantize
-from minillm.attention import BACKENDS, attention
-from minillm.grid import pack
-from minillm.sparsity import SparseLinear, compress, mask_2_4
+from minillm import Engine, EngineConfig, KVCache, Sampling, generate, quantize
+from minillm.layers import per_token
+from minillm.layers.attention import BACKENDS, attention
+from minillm.quantization.grid import pack
+from minillm.quantization.sparsity import SparseLinear, compress, mask_2_4
+from minillm.serving.cuda_graphs import graphed_step
 
 pytest.importorskip("triton", reason="needs the package triton, which exists for Linux")
 from kernel_cases import DIMS, FEWER_KEYS, MORE_KEYS, SAME, cases, check_far, grid
@@ -199,18 +201,18 @@ def test_generate_with_graphs_and_fused_kernels(sampling):
     answers = []
     for fused in (False, None):
         model = lively().cuda()
-        model.fused = fused
-        for graphs in (False, True, None):
-            options = {"sampling": sampling, "cuda_graphs": graphs}
-            answers.append(generate(model, [5, 6, 7], 60, **options))
-    assert answers == [answers[0]] * 6
+        model.fast = fused
+        for step in (None, graphed_step(model, 3, 60)):
+            answers.append(generate(model, [5, 6, 7], 60, sampling=sampling, step=step))
+    assert answers == [answers[0]] * 4
 
 
 def test_graphs_of_a_model_with_scaled_positions():
     """Llama 3.1 scales its rotary frequencies: nothing of that may come from the host."""
     model = lively(rope_factors=(1.0, 2.0, 4.0, 8.0)).cuda()
-    plain = generate(model, [1, 2, 3], 40, cuda_graphs=False)
-    assert generate(model, [1, 2, 3], 40, cuda_graphs=True) == plain
+    step = graphed_step(model, 3, 40)
+    assert step is not None
+    assert generate(model, [1, 2, 3], 40, step=step) == generate(model, [1, 2, 3], 40)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -225,13 +227,13 @@ def test_fused(dtype):
     C, F, H, K, D, N = 4096, 14336, 32, 8, 128, 9
     x, update = torch.randn(2, 1, N, C, device=DEVICE).to(dtype)
     weight = torch.randn(C, device=DEVICE).to(dtype)
-    mine, plain = (ops.add_rms_norm(x, update, weight, 1e-5) for ops in (fused_kernels, per_token))
-    assert torch.equal(mine[0], plain[0])
-    exact = per_token.rms_norm(plain[0].double(), weight.double(), 1e-5)
-    at_most_twice("norm", mine[1], plain[1], exact)
+    mine, total = fused_kernels.add_rms_norm(x, update, weight, 1e-5), x + update
+    assert torch.equal(mine[0], total)
+    exact = per_token.rms_norm(total.double(), weight.double(), 1e-5)
+    at_most_twice("norm", mine[1], per_token.rms_norm(total, weight, 1e-5), exact)
     gate_up = torch.randn(1, N, 2 * F, device=DEVICE).to(dtype)
-    mine, plain = (ops.silu_mul(gate_up) for ops in (fused_kernels, per_token))
-    at_most_twice("gate", mine, plain, per_token.silu_mul(gate_up.double()))
+    mine, plain = fused_kernels.silu_mul(gate_up), per_token.swiglu(gate_up)
+    at_most_twice("gate", mine, plain, per_token.swiglu(gate_up.double()))
     qkv = torch.randn(1, N, H + 2 * K, D, device=DEVICE).to(dtype)
     qk, v = qkv.split((H + K, K), dim=-2)
     config = minillm.ModelConfig.preset("llama-3-8b")

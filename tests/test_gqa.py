@@ -9,7 +9,7 @@ from models import tiny_config
 from torch import Tensor
 
 from minillm import Decoder, KVCache, costs, generate, merge_kv_heads, prepack
-from minillm.generate import decode, prefill
+from minillm.generation import decode, prefill
 from minillm.gqa import METHODS
 from minillm.training import next_token_loss, uptrain
 

@@ -16,9 +16,11 @@ from safetensors.torch import save_file
 from test_tokenizer import SMALL, folder_with
 
 from minillm import Decoder, load, merge_kv_heads, prepack
-from minillm import chat_template as template_module
-from minillm.config import ModelConfig
-from minillm.weights import parameter_sources, read_gguf, safetensors_folder
+from minillm.hf_config import from_hf
+from minillm.tools import chat_template as template_module
+from minillm.weights import safetensors_folder
+from minillm.weights.build import parameter_sources
+from minillm.weights.gguf_header import read_gguf
 from minillm.weights.tokenizer_files import tokenizer_from_folder, tokenizer_from_gguf
 
 CONFIG = {
@@ -30,7 +32,7 @@ CONFIG = {
 
 def tensors(seed: int = 0, **changes: object) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    sources = parameter_sources(ModelConfig.from_hf(CONFIG | changes))
+    sources = parameter_sources(from_hf(CONFIG | changes))
     shapes = {name: shape for part in sources.values() for name, shape in part.items()}
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
@@ -382,7 +384,7 @@ def test_templates_have_limits(tmp_path, template, monkeypatch):
 
 
 def test_other_calls(tmp_path):
-    model = Decoder(ModelConfig.from_hf(CONFIG))
+    model = Decoder(from_hf(CONFIG))
     with pytest.raises(ValueError, match="device 'meta' is not known or not usable"):
         load(folder(tmp_path / "m"), device="meta")
     with pytest.raises(ValueError, match="merge the heads before `prepack`"):

@@ -14,7 +14,7 @@ import pytest
 from token_model import CheckedEngine, answer
 
 from minillm import Sampling
-from minillm.timeline import Clock
+from minillm.serving.timeline import Clock
 
 FILES = ("engine.py", "scheduler.py", "blocks.py", "request.py", "steps.py", "paged.py")
 

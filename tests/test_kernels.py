@@ -32,12 +32,12 @@ from plain_attention import (
 )
 from torch import Tensor
 
-from minillm.attention import attention
+from minillm.layers.attention import attention
 
 pytest.importorskip("triton", reason="needs the package triton, which exists for Linux")
 from kernel_cases import DIMS, DTYPES, FEWER_KEYS, MORE_KEYS, SAME, cases, check_far, grid
 
-from minillm.kernels import flash_backward, flash_decode, flash_forward
+from minillm.kernels import availability, flash_backward, flash_decode, flash_forward
 
 interpret = pytest.mark.interpret
 FP16 = (torch.float16,)
@@ -429,15 +429,14 @@ def test_kernels_are_launched_on_the_tensors_gpu(monkeypatch):
     from stand_in_gpu import stand_in_gpu
     from torch._subclasses import FakeTensorMode
 
-    from minillm import kernels
     from minillm.ragged import RaggedLayout
 
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "device", current.append)
     with FakeTensorMode():
-        kernels.on_device_of(torch.empty(1, device="cuda:1"))
+        availability.on_device_of(torch.empty(1, device="cuda:1"))
     assert current == [torch.device("cuda:1")]
-    with kernels.on_device_of(torch.empty(1)):  # on a CPU there is nothing to choose
+    with availability.on_device_of(torch.empty(1)):  # on a CPU there is nothing to choose
         pass
 
     with torch.device("meta"), stand_in_gpu() as launches:

@@ -10,10 +10,10 @@ from models import lively, tiny_config
 from tiers import BACKEND_PARAMETERS
 from torch import Tensor
 
-from minillm import Decoder, Engine, EngineConfig, KVCache, generate
-from minillm.attention import BACKENDS, attention
-from minillm.cache import NoCache
-from minillm.kv_cache import Rows
+from minillm import Decoder, Engine, EngineConfig, KVCache, PagedKVCache, generate
+from minillm.cache import Cache, NoCache
+from minillm.kv_cache import KVStorage
+from minillm.layers.attention import BACKENDS, attention
 
 SMALL = partial(lively, size=0.1)
 MODEL = SMALL()
@@ -133,7 +133,7 @@ def test_parameters_that_can_be_trained(tiny):
 # Only k and v of the past are needed
 
 
-class ListCache:
+class ListCache(Cache):
     """The protocol by hand: lists of past keys and values, and nothing else."""
 
     def __init__(self):
@@ -305,7 +305,7 @@ def test_depth_and_dtype_must_fit_too(tiny, changes):
         cache = KVCache(other, 1, 8)
         with pytest.raises(ValueError, match="custom has 2 layers of 2 key/value heads of 8 dim"):
             tiny(torch.tensor([[1, 2]]), cache)
-        assert cache.length == 0 and not cache.rows.k.any()
+        assert cache.length == 0 and not cache.storage.k.any()
 
 
 @pytest.mark.parametrize(("bad", "shown"), [(97, 97), (-1, -1), (2**40, 2**40)])
@@ -322,17 +322,19 @@ def test_ids_outside_the_vocabulary(tiny, bad, shown):
 
 def test_the_slots_of_a_head_lie_in_one_piece(tiny):
     ids = [5, 90, 3, 41]
-    by_head, by_slot = KVCache(tiny, 1, 12), KVCache(tiny, 1, 12, rows=Rows)
+    by_head, by_slot = KVCache(tiny, 1, 12), KVCache(tiny, 1, 12, storage=KVStorage)
     assert generate(tiny, ids, 8, cache=by_head) == generate(tiny, ids, 8, cache=by_slot)
     for name in ("k", "v"):
-        found, other = getattr(by_head.rows, name), getattr(by_slot.rows, name)
+        found, other = getattr(by_head.storage, name), getattr(by_slot.storage, name)
         assert found.transpose(2, 3).is_contiguous() and other.is_contiguous()
         torch.testing.assert_close(found, other)
         assert found.shape == (2, 1, 12, 2, 8) and found.any()
 
 
-class HalfRows(Rows):
+class HalfStorage(KVStorage):
     """Keeps bfloat16 under a float32 model: what is written and read is all that differs."""
+
+    plain = False
 
     def __init__(self, model, shape):
         super().__init__(model, shape)
@@ -374,22 +376,30 @@ def test_other_rows_in_generate_and_in_the_engine(backend):
     tokens = torch.tensor([prompts[3]])
     with torch.inference_mode():
         rounded, exact = model(tokens, RoundedCache()), model(tokens)
-        cache = KVCache(model, 1, 50, rows=HalfRows, backend=backend)
+        cache = KVCache(model, 1, 50, storage=HalfStorage, backend=backend)
         torch.testing.assert_close(model(tokens, cache), rounded, atol=1e-5, rtol=1e-5)
-    assert cache.rows.layers[0][0].dtype == torch.bfloat16
+    assert cache.storage.layers[0][0].dtype == torch.bfloat16
     assert (rounded - exact).abs().max() > 1e-3, "the rounding shows"
     for prompt, expected in zip(prompts, right, strict=True):
-        cache = KVCache(model, 1, len(prompt) + 20, rows=HalfRows, backend=backend)
+        cache = KVCache(model, 1, len(prompt) + 20, storage=HalfStorage, backend=backend)
         assert generate(model, prompt, 20, cache=cache) == expected
         cache.rewind(19)  # of the last token nothing was ever computed
         assert generate(model, right_end(expected), 19, cache=cache) == expected[1:]
     # Few blocks and small steps: chunks, preemption, shared prefixes, copies on write.
     for options in ({"n_blocks": 100}, {"n_blocks": 14, "max_batch_tokens": 9, "max_seqs": 4}):
         config = EngineConfig(block_size=4, backend=backend, **options)
-        engine = Engine(model, config, rows=HalfRows)
+        engine = HalfEngine(model, config)
         ids = [i for p in prompts for i in engine.submit_samples(p, 20, [None, None])]
         out = engine.run()
         assert [out[i].tokens for i in ids] == [answer for answer in right for _ in range(2)]
+
+
+class HalfEngine(Engine):
+    def _new_cache(self):
+        c = self.config
+        return PagedKVCache(
+            self.model, c.n_blocks, c.block_size, backend=c.backend, storage=HalfStorage
+        )
 
 
 def right_end(answer: list[int]) -> list[int]:

@@ -7,14 +7,8 @@ from models import lively, lively_heads
 from safetensors.torch import save_file
 
 from minillm import Engine, EngineConfig, generate, quantize, speculative_generate
-from minillm.medusa import (
-    DECAY,
-    MedusaDrafter,
-    MedusaHeads,
-    load_heads,
-    save_heads,
-    train_heads,
-)
+from minillm.speculation.medusa import MedusaDrafter, MedusaHeads
+from minillm.speculation.medusa_heads import DECAY, load_heads, save_heads, train_heads
 
 
 def test_the_heads_by_their_formula():
@@ -151,5 +145,5 @@ def test_refusals():
     with pytest.raises(ValueError, match="n is 0"):
         MedusaHeads(0, 24)
     drafting = EngineConfig(n_blocks=9, drafter=MedusaDrafter(lively_heads(2)), cuda_graphs=True)
-    with pytest.raises(ValueError, match="cuda_graphs keeps no states"):
+    with pytest.raises(ValueError, match="cuda_graphs keeps no hidden states"):
         Engine(model, drafting)

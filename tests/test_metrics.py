@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from models import lively
 
 from minillm import Engine, EngineConfig, Hardware, ModelConfig, Sampling, costs, generate
-from minillm.metrics import Objective, percentile, summarize
-from minillm.request import Completion
-from minillm.timeline import Clock
-from minillm.virtual_time import VirtualClock, saturation_rate, step_seconds
-from minillm.workload import (
+from minillm.serving.metrics import SLO, percentile, summarize
+from minillm.serving.request import Completion
+from minillm.serving.timeline import Clock
+from minillm.serving.virtual_time import VirtualClock, saturation_rate, step_seconds
+from minillm.serving.workload import (
     AZURE_OUTPUT,
     AZURE_PROMPT,
-    Load,
+    TimedRequest,
     azure_load,
     draw_length,
     poisson_arrivals,
@@ -67,7 +67,7 @@ def test_summary_by_hand():
         completion(3.0, arrival=5.0),
         completion(0.5, 11.0, arrival=1.0, reason="aborted"),
     ]
-    s = summarize(done, Objective(ttft=2.5, tpot=0.2))
+    s = summarize(done, SLO(ttft=2.5, tpot=0.2))
     assert (s.completed, s.aborted, s.duration) == (3, 1, 12.0 - 1.0)
     assert (s.prompt_tokens, s.output_tokens) == (30, 9)
     assert s.ttft == pytest.approx((2.0, 2.0, 2.8, 2.98))
@@ -118,7 +118,7 @@ def test_what_is_not_a_number_is_left_out():
     ],
 )
 def test_objective(done, good):
-    assert Objective(ttft=1.0, tpot=0.1 + 1e-9).met_by(done) is good
+    assert SLO(ttft=1.0, tpot=0.1 + 1e-9).met_by(done) is good
 
 
 # Loads
@@ -214,10 +214,10 @@ def test_arrivals_count_from_when_they_are_due():
     clock = Tick()
     engine = Engine(MODEL, EngineConfig(n_blocks=20, prefix_caching=False), clock=clock)
     load = [
-        Load(10.0, [9, 8, 7], 2),
-        Load(0.0, [1, 2, 3], 4),
-        Load(1.25, [4, 5], 2, Sampling(1.0, seed=3)),
-        Load(20.0, [6], 1),
+        TimedRequest(10.0, [9, 8, 7], 2),
+        TimedRequest(0.0, [1, 2, 3], 4),
+        TimedRequest(1.25, [4, 5], 2, Sampling(1.0, seed=3)),
+        TimedRequest(20.0, [6], 1),
     ]
     done = serve(engine, load)
     rows = [(c.arrival - 50, c.ttft, c.tpot, c.latency, len(c.tokens)) for c in done]
@@ -244,7 +244,8 @@ def test_the_real_clock_waits():
     assert clock.now() >= moment
     clock.wait_until(moment)  # the past is no reason to wait
     done = serve(
-        Engine(MODEL, EngineConfig(n_blocks=20)), [Load(0.0, [1, 2], 2), Load(0.02, [3], 2)]
+        Engine(MODEL, EngineConfig(n_blocks=20)),
+        [TimedRequest(0.0, [1, 2], 2), TimedRequest(0.02, [3], 2)],
     )
     assert done[1].arrival - done[0].arrival == pytest.approx(0.02, abs=1e-9)
 
@@ -269,7 +270,7 @@ def test_step_seconds_by_hand():
 def test_virtual_time_is_the_sum_of_the_steps():
     clock = VirtualClock(LLAMA, A100)
     engine = Engine(MODEL, EngineConfig(n_blocks=40, max_batch_tokens=64), clock=clock)
-    serve(engine, [Load(0.0, [1] * 50, 5), Load(0.001, [2] * 60, 9)])
+    serve(engine, [TimedRequest(0.0, [1] * 50, 5), TimedRequest(0.001, [2] * 60, 9)])
     steps = engine.stats.timeline
     assert clock.now() == pytest.approx(
         sum(step_seconds(LLAMA, A100, s.prefilled, s.decoded, s.context, "float16") for s in steps)
@@ -292,7 +293,7 @@ def simulated(rate: float, n: int) -> list[Completion]:
     """`n` requests of those mean lengths, half to one and a half times as long, in virtual time."""
     g = random.Random(1)
     load = [
-        Load(
+        TimedRequest(
             at,
             [g.randrange(97) for _ in range(g.randint(N_PROMPT // 2, N_PROMPT * 3 // 2))],
             g.randint(N_OUTPUT // 2, N_OUTPUT * 3 // 2),

@@ -64,12 +64,12 @@ def test_what_counts_and_decides_needs_no_torch():
     """Those modules import, and `count` and a schedule run, with torch and numpy blocked."""
     modules = ", ".join(f"minillm.{name}" for name in TORCH_FREE)
     out = run(f"""{WITHOUT_TORCH}
-import minillm, {modules}
+import minillm, minillm.serving.request, minillm.serving.scheduler, {modules}
 from minillm.__main__ import main
 assert main(["count", "llama-2-7b"]) == 0
 manager = minillm.blocks.BlockManager(9, 4)
-scheduler = minillm.scheduler.Scheduler(manager, max_seqs=2, max_batch_tokens=8)
-scheduler.submit(minillm.request.Request(0, [1, 2, 3], 4))
+scheduler = minillm.serving.scheduler.Scheduler(manager, max_seqs=2, max_batch_tokens=8)
+scheduler.submit(minillm.serving.request.Request(0, [1, 2, 3], 4))
 print([work.tokens for work in scheduler.schedule().work])
 print(len(minillm.fragmentation.simulate([(3, 4)], "paged", n_slots=64, max_len=8)))
 """)
@@ -84,20 +84,15 @@ def test_import_is_free():
 FIRST_STEPS = (
     "pass",
     "minillm.KVCache, minillm.load",
-    "minillm.attention, minillm.generate",
-    "minillm.generate, minillm.attention",
-    "import minillm.generate",
-    "import minillm.attention",
-    "from minillm.generate import prefill; from minillm.attention import BACKENDS",
+    "import minillm.layers.attention, minillm.generation, minillm.prepacked",
+    "import minillm.quantization.quantize, minillm.distillation.distill",
     "import minillm.bench.command",
     "from minillm import *",
-    "import importlib; importlib.import_module('minillm.attention')",
-    "import importlib; importlib.import_module('minillm.generate')",
 )
 
 
-def test_functions_named_like_their_modules():
-    """`minillm.attention` and `minillm.generate` stay functions, and their modules still import."""
+def test_functions_stay_functions():
+    """Whatever is imported first, `minillm.generate` and its like are functions."""
     check = f"""
 import sys
 for step in {FIRST_STEPS!r}:
@@ -105,14 +100,26 @@ for step in {FIRST_STEPS!r}:
         del sys.modules[name]  # as in a fresh interpreter, but torch need not be imported again
     import minillm
     exec(step, {{"minillm": minillm}})
-    for name in ("attention", "generate"):
+    for name in ("attention", "generate", "prepack", "quantize", "distill", "load"):
         value, scope = getattr(minillm, name), {{}}
         assert callable(value), (step, value)
-        exec(f"from minillm import {{name}}; import minillm.{{name}}", scope)
-        defined = vars(sys.modules["minillm." + name])[name]
-        assert scope[name] is getattr(minillm, name) is value is defined, (step, name)
+        exec(f"from minillm import {{name}}", scope)
+        assert scope[name] is getattr(minillm, name) is value, (step, name)
 """
     run(check)
+
+
+def test_no_public_name_is_a_module_beside_it():
+    """Importing a module binds it to its name in the package, and would hide the function."""
+    beside = {name.partition(".")[0] for name in TREES}
+    assert not beside & set(minillm._HOME)
+
+
+def test_a_rooms_init_imports_nothing():
+    for name in ("tools", "kernels", "layers", "quantization", "speculation", "serving", "parallel",
+                 "distillation", "bench"):  # fmt: skip
+        assert not list(imports(TREES[name])), name
+    assert set(imports(TREES["weights"])) == {"importlib", "typing.Any"}  # names of the contract
 
 
 # Imports
@@ -154,8 +161,6 @@ def own_modules(tree: ast.Module) -> Iterator[str]:
 @pytest.mark.parametrize("module", ORDER)
 def test_imports_point_down(module):
     above = set(ORDER[: ORDER.index(module)])
-    if module == "hardware":
-        above.add("measure")  # in the method that measures, the one place that needs torch
     wrong = set(own_modules(TREES[module])) - above
     assert not wrong, f"{module} imports {', '.join(wrong)}, which does not stand above it"
 
@@ -175,7 +180,7 @@ def test_only_declared_dependencies_are_imported():
     declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in dependencies}
     # Imported where they are used.
     extra = {
-        "plots": {"matplotlib", "PIL", "ipywidgets", "IPython"},
+        "tools.plots": {"matplotlib", "PIL", "ipywidgets", "IPython"},
         "bench.peers": {"transformers", "xllamacpp"},
     }
     for module, tree in TREES.items():

@@ -64,7 +64,7 @@ class Allocator(RuleBasedStateMachine):
 
     @invariant()
     def counts_agree(self):
-        assert {block: self.allocator.holders(block) for block in self.counts} == self.counts
+        assert {block: self.allocator.ref_count(block) for block in self.counts} == self.counts
         assert self.allocator.n_free == list(self.counts.values()).count(0)
 
 
@@ -81,7 +81,7 @@ def test_foreign_ids_are_refused(block):
             ValueError, match=r"There is no block .*; blocks are numbered from 0 to 1"
         ):
             method(block)
-    assert [allocator.holders(b) for b in (0, 1)] == [1, 1]
+    assert [allocator.ref_count(b) for b in (0, 1)] == [1, 1]
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.0, True, None, "4"], ids=repr)
@@ -110,7 +110,7 @@ def test_constant_time():
             return super().pop()
 
     allocator = BlockAllocator(1000)
-    allocator._free, allocator._holders = Ends(allocator._free), Ends(allocator._holders)
+    allocator._free, allocator._ref_counts = Ends(allocator._free), Ends(allocator._ref_counts)
     blocks = [allocator.allocate() for _ in range(1000)]
     for block in blocks:
         allocator.free(allocator.share(block))
@@ -425,7 +425,7 @@ def test_copy_on_write():
     b, c = manager.fork(a), manager.fork(a)
     first, last = a.blocks
     assert (
-        list(b.blocks) == list(c.blocks) == [first, last] and manager.allocator.holders(last) == 3
+        list(b.blocks) == list(c.blocks) == [first, last] and manager.allocator.ref_count(last) == 3
     )
     assert manager.needed(b, 1) == 1 and manager.needed(b, 3) == 2 and manager.needed(b, 0) == 0
     ((source, target),) = manager.reserve(b, 1)
@@ -572,8 +572,8 @@ def test_what_is_past_a_sequences_end_does_not_matter():
     """Blocks are used again: NaNs that another sequence left in them do no harm."""
     for backend in BACKENDS if INTERPRETED else ("auto", "reference", "sdpa"):
         cache = PagedKVCache(MODEL, 12, 4, backend=backend)
-        cache.rows.k.fill_(torch.nan)
-        cache.rows.v.fill_(torch.inf)
+        cache.storage.k.fill_(torch.nan)
+        cache.storage.v.fill_(torch.inf)
         ids = [ids_of(7, seed) for seed in range(3)]
         tables = [cache.manager.start(i) for i in ids]
         for chunk in (slice(0, 5), slice(5, 6), slice(6, 7)):
@@ -590,7 +590,7 @@ def test_bytes_and_shapes():
     model = SMALL(n_layers=3, n_kv_heads=1)
     cache = PagedKVCache(model, 7, 5)
     assert (
-        cache.rows.k.shape == cache.rows.v.shape == (3, 7, 5, 1, 8)
+        cache.storage.k.shape == cache.storage.v.shape == (3, 7, 5, 1, 8)
         and cache.nbytes == 2 * 4 * 3 * 7 * 5 * 8
     )
     assert PagedKVCache(model.to(torch.float16), 7, 5).nbytes == 2 * 2 * 3 * 7 * 5 * 8
@@ -598,10 +598,10 @@ def test_bytes_and_shapes():
 
 def test_copies_are_read_before_any_is_written(tiny):
     cache = PagedKVCache(tiny, 4, 2)
-    for x in (cache.rows.k, cache.rows.v):
+    for x in (cache.storage.k, cache.storage.v):
         x.copy_(torch.arange(4.0)[None, :, None, None, None].expand_as(x))
     cache.copy([(0, 1), (1, 2), (0, 3)])
-    for x in (cache.rows.k, cache.rows.v):
+    for x in (cache.storage.k, cache.storage.v):
         assert (x == torch.tensor([0.0, 0, 1, 0])[None, :, None, None, None]).all()
     cache.copy([])
 

@@ -21,7 +21,7 @@ from tiers import BACKEND_PARAMETERS
 from torch import Tensor
 
 from minillm import paged_attention
-from minillm.attention import attention
+from minillm.layers.attention import attention
 from minillm.paged import BACKENDS
 
 interpret = pytest.mark.interpret
@@ -423,7 +423,7 @@ def test_two_runs_give_equal_bits():
 def test_quantized_pages(name, D, bits, dtype):
     """Against the formula on what the stored numbers stand for; empty slots hold anything."""
     from minillm.kernels import paged_attention
-    from minillm.quantized_kv import dequantized, rounded
+    from minillm.quantization.kv_cache import dequantized, rounded
 
     case = make(BATCHES[name], 4, 2, D, 5, dtype=dtype)
     pages, scales = [], []

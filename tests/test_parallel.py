@@ -23,7 +23,6 @@ from minillm import (
     tensor_parallel,
 )
 from minillm.costs import decode_bytes, kv_cache_bytes, matmul_params
-from minillm.grid import to_int4
 from minillm.hardware import Hardware
 from minillm.parallel import serving
 from minillm.parallel.__main__ import main
@@ -31,7 +30,8 @@ from minillm.parallel.loading import load_tensor_parallel
 from minillm.parallel.plan import Plan, bubble_share, fitting_sizes, part
 from minillm.parallel.serving import shared_engine
 from minillm.parallel.step_time import Cluster, decode_time, prefill_time
-from minillm.quantized_linear import Int4Linear
+from minillm.quantization.grid import to_int4
+from minillm.quantization.linear import Int4Linear
 
 HERE = Path(__file__).parent
 
@@ -197,7 +197,7 @@ def test_after_a_step_that_failed_on_rank_0_alone(monkeypatch):
 
     told = []
     monkeypatch.setattr(serving.dist, "broadcast_object_list", lambda x, *_, **__: told.append(x))
-    monkeypatch.setattr(serving, "forward", fails)
+    monkeypatch.setattr("minillm.serving.engine.forward", fails)
     engine = serving.LeadingEngine(lively(), EngineConfig(n_blocks=8), None)
     for _ in range(2):
         engine.submit([1, 2, 3], 4)
@@ -252,7 +252,7 @@ def test_the_ranks_together_hold_everything(name):
 @pytest.mark.parametrize("N, K, group", [(32, 64, 32), (48, 128, 64), (960, 576, 32)])
 def test_the_grid_of_packed_numbers_comes_back(N, K, group):
     matrix = to_int4(torch.randn(N, K, generator=torch.Generator().manual_seed(0)), group)
-    found = Int4Linear(matrix).grid()
+    found = Int4Linear(matrix).matrix()
     assert torch.equal(found.q, matrix.q)
     assert torch.equal(found.scale, matrix.scale) and torch.equal(found.zero, matrix.zero)
 

@@ -10,7 +10,7 @@ from models import tiny_config
 from minillm import Decoder, merge_kv_heads, prepack
 from minillm.measure import multiplies_bfloat16
 from minillm.model import Linear
-from minillm.prepack import PrepackedLinear
+from minillm.prepacked import PrepackedLinear
 
 DTYPES = [
     torch.float32,

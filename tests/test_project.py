@@ -62,6 +62,9 @@ def test_readme_names_every_module_and_lesson():
     assert set(listed) == modules | folders
     positions = [ORDER.index(name.removesuffix(".py").removesuffix("/")) for name in listed]
     assert positions == sorted(positions), "the tree is in the order of the imports"
+    for room, inside in re.findall(r"^  (\w+)/.*\n((?:    .*\n)+)", tree, re.M):
+        files = re.findall(r"^    (\w+)\.py", inside, re.M)
+        assert files == [name.partition(".")[2] for name in ORDER if name.startswith(f"{room}.")]
     assert re.findall(r"\(notebooks/(\w+)\.ipynb\)", README) == [p.stem for p in LESSONS]
     for name in re.findall(r"`(test_\w+\.py)`", README):
         assert (ROOT / "tests" / name).exists()

@@ -2,18 +2,19 @@
 
 import random
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
 from models import lively, lively_heads
 
 from minillm import Engine, EngineConfig, Sampling, generate, speculative_generate
-from minillm.drafters import Draft, ModelDrafter, NgramDrafter
-from minillm.medusa import MedusaDrafter
-from minillm.proposals import FASTER, PAUSE, WITH, WITHOUT, Proposals
-from minillm.request import Request
-from minillm.timeline import Step
+from minillm.serving.batch_drafters import ModelBatch
+from minillm.serving.proposals import FASTER, PAUSE, WITH, WITHOUT, Proposals
+from minillm.serving.request import Request
+from minillm.serving.timeline import Step
+from minillm.speculation.drafters import Draft, Drafter, ModelDrafter, NgramDrafter
+from minillm.speculation.medusa import MedusaDrafter
 
 PROMPTS = [[5, 90, 3, 3, 41, 8, 13][: 3 + i] * (1 + i) for i in range(4)]
 SAMPLINGS = [None, Sampling(seed=1), Sampling(0.7, top_p=0.9, seed=2), None]
@@ -63,7 +64,7 @@ def test_the_same_tokens(options, k, name):
             assert generate(model, p, 14, sampling=s) == tokens
 
 
-class Told:
+class Told(Drafter):
     """Guesses numbers that it is told, right or wrong."""
 
     def __init__(self):
@@ -73,26 +74,26 @@ class Told:
     def start(self, target, max_len, sampling):
         return self
 
-    def propose(self, ids, k, uniforms, state=None):
+    def propose(self, ids, k, uniforms, hidden=None):
         self.asked.append(k)
         return Draft([self.guess] * k)
 
 
-def proposals(drafter, k: int = 4, timeline: Sequence = ()) -> Callable:
-    """Proposals for requests all of whose tokens but the newest are computed."""
-    found = Proposals(drafter, lively(), k, n_blocks=40, block_size=4, timeline=timeline)
+def proposals(drafter, k: int = 4) -> tuple[Callable, Callable]:
+    """Proposals for requests all of whose tokens but the newest are computed: propose, observe."""
+    found = Proposals(drafter, lively(), k, n_blocks=40, block_size=4)
 
     def propose(requests: list[Request]) -> list:
         for request in requests:
             request.table.n_tokens = len(request.ids) - 1
-        return found(requests)
+        return found.propose(requests)
 
-    return propose
+    return propose, found.observe
 
 
 def test_k_follows_what_is_accepted():
     drafter = Told()
-    propose = proposals(drafter)
+    propose, _ = proposals(drafter)
     request = Request(0, [1, 2], 500)
     request.ids.append(3)
     for came in ([8], [8], [8]):  # never a 7
@@ -121,8 +122,7 @@ def step(seconds: float, prefilled: int = 0) -> Step:
 @pytest.mark.parametrize("guessed_seconds, pays", [(3.9, True), (4.1, False)])
 def test_guesses_stop_where_they_do_not_pay(guessed_seconds, pays):
     """Steps with 3 right guesses yield 4 tokens, so they may take 4 times as long."""
-    timeline: list[Step] = []
-    propose = proposals(Told(), k=3, timeline=timeline)
+    propose, observe = proposals(Told(), k=3)
     request = Request(0, [1, 2], 5000)
     request.ids.append(3)
     ways = []
@@ -130,44 +130,42 @@ def test_guesses_stop_where_they_do_not_pay(guessed_seconds, pays):
         (guesses,) = propose([request])
         ways.append(bool(guesses))
         request.ids += [*guesses, 8]
-        timeline.append(step(guessed_seconds if guesses else 1.0))
+        observe(step(guessed_seconds if guesses else 1.0))
     trial = [True] * WITH + [False] * WITHOUT
     assert ways == 2 * (trial + [pays] * FASTER)
 
 
 def test_steps_with_prompts_have_no_guesses():
     """They use the arithmetic that guesses need, and say nothing about the pace."""
-    timeline: list[Step] = []
     request, prompt = Request(0, [1, 2], 500), Request(1, [4, 5, 6], 500)
     request.ids.append(3)
-    found = Proposals(Told(), lively(), 3, n_blocks=40, block_size=4, timeline=timeline)
+    found = Proposals(Told(), lively(), 3, n_blocks=40, block_size=4)
     for _ in range(3 * (WITH + WITHOUT)):
         request.table.n_tokens = len(request.ids) - 1
-        assert found([request, prompt]) == [[], []]
+        assert found.propose([request, prompt]) == [[], []]
         request.ids.append(8)
-        timeline.append(step(100.0, prefilled=1))
+        found.observe(step(100.0, prefilled=1))
     request.table.n_tokens = len(request.ids) - 1
-    assert found([request]) == [[7, 7, 7]]
+    assert found.propose([request]) == [[7, 7, 7]]
 
 
 def test_each_batch_size_decides_for_itself():
     """Here guesses pay for one request, and not for four."""
-    timeline: list[Step] = []
-    propose = proposals(Told(), k=3, timeline=timeline)
+    propose, observe = proposals(Told(), k=3)
     for n, seconds, pays in ((1, 2.0, True), (4, 5.0, False), (1, 2.0, True)):
         requests = [Request(i, [1, 2, 3], 5000) for i in range(n)]
         for _ in range(WITH + WITHOUT + 10):
             drafts = propose(requests)
             for request, guesses in zip(requests, drafts, strict=True):
                 request.ids += [*guesses, 8]
-            timeline.append(step(seconds if any(drafts) else 1.0))
+            observe(step(seconds if any(drafts) else 1.0))
         assert [bool(guesses) for guesses in drafts] == [pays] * n
 
 
 def test_what_a_request_leaves_behind():
     """Nothing: what was remembered of it goes at the next step without it, ended or sent back."""
     model = lively()
-    batch = ModelDrafter(model).batch(model, 12, 4)
+    batch = ModelBatch(model, 12, 4)
     requests = [Request(i, [1, 2, 3, 4 + i], 9) for i in range(3)]
     batch.propose(requests, [2, 2, 2])
     manager = batch._cache.manager
@@ -184,7 +182,7 @@ def test_what_a_request_leaves_behind():
 def test_drafts_of_a_batch_are_those_of_each_alone(sampling):
     """Tokens that a session guesses, with any number of guesses, right and wrong before."""
     model, rng = lively(seed=5, n_layers=2), random.Random(1)
-    batch = ModelDrafter(model).batch(model, 60, 4)
+    batch = ModelBatch(model, 60, 4)
     n_new = 40
     uniforms = array("d", sampling.uniforms(n_new)) if sampling else array("d")
     requests = [
@@ -205,7 +203,7 @@ def test_drafts_of_a_batch_are_those_of_each_alone(sampling):
 
 def test_a_draft_cache_that_is_too_small_gives_fewer_guesses():
     model = lively()
-    batch = ModelDrafter(model).batch(model, 3, 4)
+    batch = ModelBatch(model, 3, 4)
     requests = [Request(i, [1, 2, 3, 4, 5 + i], 9) for i in range(2)]
     drafts = batch.propose(requests, [3, 3])
     assert [len(draft) for draft in drafts] == [3, 0]
@@ -214,9 +212,9 @@ def test_a_draft_cache_that_is_too_small_gives_fewer_guesses():
 
 def test_long_prompts_are_drafted_for_later(monkeypatch):
     """At most CATCH_UP tokens a pass; whose prompt is not through gets no guesses yet."""
-    monkeypatch.setattr("minillm.drafters.CATCH_UP", 5)
+    monkeypatch.setattr("minillm.serving.batch_drafters.CATCH_UP", 5)
     model = lively()
-    batch = ModelDrafter(model).batch(model, 60, 4)
+    batch = ModelBatch(model, 60, 4)
     sizes, real = [], model.hidden
 
     def watched(tokens, cache):
@@ -237,7 +235,7 @@ def test_near_the_end_of_the_draft_models_positions():
     engine = Engine(model, EngineConfig(n_blocks=40, drafter=ModelDrafter(small), k=4))
     number = engine.submit(prompt, 20)
     assert engine.run()[number].tokens == generate(model, prompt, 20)
-    batch = ModelDrafter(small).batch(model, 40, 4)
+    batch = ModelBatch(small, 40, 4)
     requests = [Request(n, list(range(n)), 9) for n in (8, 9, 11, 12, 13, 14)]
     assert [len(draft) for draft in batch.propose(requests, [4] * 6)] == [4, 4, 2, 1, 0, 0]
 
@@ -284,7 +282,7 @@ def test_forgotten_prefixes_are_the_drafters_too():
 
 def test_an_interrupted_batch_begins_again(monkeypatch):
     model = lively()
-    batch, fresh = (ModelDrafter(model).batch(model, 12, 4) for _ in range(2))
+    batch, fresh = (ModelBatch(model, 12, 4) for _ in range(2))
     request = Request(0, [1, 2, 3, 4, 5], 9)
     batch.propose([request], [2])
     request.ids += [9, 9]
@@ -310,7 +308,7 @@ def test_a_drafter_that_fails_costs_only_its_guesses(caplog):
     for s in (None, Sampling(seed=1)):
         number = engine.submit(PROMPTS[3], 6, sampling=s)
         assert engine.run()[number].tokens == generate(model, PROMPTS[3], 6, sampling=s)
-    assert "this step has no guesses" in caplog.text
+    assert "this step has no draft tokens" in caplog.text
 
 
 def test_a_session_after_an_interrupt():

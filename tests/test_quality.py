@@ -7,7 +7,7 @@ import torch
 
 from minillm import load, model_bytes, quantize
 from minillm.evaluate import difference, evaluation_text, perplexity
-from minillm.folders import data_folder
+from minillm.tools.folders import data_folder
 
 
 @pytest.fixture(scope="module")

@@ -10,21 +10,21 @@ from models import inputs_of, lively, tiny_config
 from torch import Tensor
 
 from minillm import Decoder, Engine, EngineConfig, costs, generate, prepack, quantize, sparsify
-from minillm.awq import awq, output_error
-from minillm.calibration import collect
 from minillm.evaluate import difference
-from minillm.gptq import gptq
-from minillm.grid import Grid, pack, to_int4, to_int8, unpack
+from minillm.layers.per_token import rms_norm
 from minillm.model import Linear
-from minillm.per_token import rms_norm
-from minillm.quantize import model_bytes
-from minillm.quantized_linear import (
+from minillm.quantization.awq import awq, output_error
+from minillm.quantization.calibration import collect
+from minillm.quantization.gptq import gptq
+from minillm.quantization.grid import QuantizedMatrix, pack, to_int4, to_int8, unpack
+from minillm.quantization.linear import (
     MOST_ROWS,
     Int4Linear,
     Int8Embedding,
     Int8Linear,
     QuantizedLinear,
 )
+from minillm.quantization.quantize import model_bytes
 
 SIZES = {"d_model": 64, "n_heads": 4, "n_kv_heads": 2, "d_head": 16, "d_ff": 96}
 
@@ -129,7 +129,7 @@ def test_int8_at_any_address_and_width(rows, K, at):
         return memory.copy_(x)
 
     grid, x = to_int8(numbers(24, K)), numbers(rows, K, seed=1).bfloat16()
-    layer = Int8Linear(Grid(moved(grid.q), grid.scale))
+    layer = Int8Linear(QuantizedMatrix(moved(grid.q), grid.scale))
     expected = x.float() @ grid.dequantized().T
     torch.testing.assert_close(layer(moved(x)).float(), expected, rtol=0.02, atol=0.1)
 
@@ -404,4 +404,4 @@ def test_the_grid_is_what_the_few_rows_kernel_reads():
             q = byte & 15 if k % 2 == 0 else byte >> 4
             by_hand[n, k] = float(grid.scale[n, k // 32]) * (q - 8) + float(grid.zero[n, k // 32])
     assert torch.equal(by_hand, grid.dequantized())
-    assert Grid(grid.q, grid.scale, grid.zero).group_size == 32
+    assert QuantizedMatrix(grid.q, grid.scale, grid.zero).group_size == 32

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minillm.grid import Grid, to_int4, to_int8
-from minillm.w8a8 import OutlierLinear, W8A8Linear, rounded
+from minillm.quantization.grid import QuantizedMatrix, to_int4, to_int8
+from minillm.quantization.w8a8 import OutlierLinear, W8A8Linear, rounded
 
 GROUP = 32
 BF16 = 2**-8
@@ -55,7 +55,7 @@ def in_groups(w: Tensor) -> Tensor:
     return w.unflatten(1, (-1, GROUP))
 
 
-def places(w: Tensor, grid: Grid) -> Tensor:
+def places(w: Tensor, grid: QuantizedMatrix) -> Tensor:
     """Where W's numbers lie on a grid, before they are rounded; by its docstring, in float64."""
     if grid.zero is None:
         return w.double() / grid.scale.double()[:, None]
@@ -118,7 +118,7 @@ def test_int8_against_pytorch(N, K, seed, size):
     theirs = torch.fake_quantize_per_channel_affine(w, scale, zero, 0, -127, 127)
     q = (theirs / scale[:, None]).round()
     assert_same_steps(grid.q, q, places(w, grid))
-    assert torch.equal(Grid(q, grid.scale).dequantized(), theirs)
+    assert torch.equal(QuantizedMatrix(q, grid.scale).dequantized(), theirs)
 
 
 @pytest.mark.parametrize("bits", [4, 3, 2])
@@ -160,7 +160,7 @@ def test_int8_against_torchao(ao, size, shift):
     q = ao.quantize_affine(w, rows, scale.float(), zero, torch.int8, -127, 127)
     assert_same_steps(grid.q, q, places(w, grid))
     theirs = ao.dequantize_affine(q, rows, scale.float(), zero, torch.int8, -127, 127)
-    assert torch.equal(Grid(q, grid.scale).dequantized(), theirs)
+    assert torch.equal(QuantizedMatrix(q, grid.scale).dequantized(), theirs)
 
 
 @pytest.mark.parametrize("bits", [4, 3, 2])
@@ -177,7 +177,7 @@ def test_symmetric_int4_against_torchao(ao, size, shift, bits):
     q = ao.quantize_affine(w, groups, scale.float(), zero, torch.int8, -most, most)
     assert_same_steps(grid.q, q + 8, places(w, grid))
     theirs = ao.dequantize_affine(q, groups, scale.float(), zero, torch.int8, -most, most)
-    assert torch.equal(Grid(q + 8, grid.scale, grid.zero).dequantized(), theirs)
+    assert torch.equal(QuantizedMatrix(q + 8, grid.scale, grid.zero).dequantized(), theirs)
 
 
 @pytest.mark.parametrize(("size", "shift"), CASES)
@@ -196,7 +196,7 @@ def test_int4_against_torchao(ao, size, shift):
     q = ao._quantize_affine_tinygemm(w, groups, scale, zero, torch.uint8, 0, 15)
     assert_same_steps(grid.q, q, places(w, grid))
     theirs = ao._dequantize_affine_tinygemm(q, groups, scale, zero, torch.uint8, 0, 15)
-    mine = Grid(q, grid.scale, grid.zero).dequantized()
+    mine = QuantizedMatrix(q, grid.scale, grid.zero).dequantized()
     torch.testing.assert_close(mine, theirs, atol=float(w.abs().max()) * 2**-22, rtol=2**-22)
 
 
@@ -236,7 +236,7 @@ def test_int8_against_quanto(quanto, size, shift):
     theirs = quanto.quantize_weight(w, quanto.qint8, axis=0, scale=scale, optimized=False)
     q = theirs._data.clamp(min=-127)
     assert_same_steps(grid.q, q, places(w, grid))
-    assert torch.equal(Grid(theirs._data, grid.scale).dequantized(), theirs.dequantize())
+    assert torch.equal(QuantizedMatrix(theirs._data, grid.scale).dequantized(), theirs.dequantize())
 
 
 @pytest.mark.parametrize(("size", "shift"), CASES)
@@ -256,7 +256,7 @@ def test_int4_against_quanto(quanto, size, shift):
     q = theirs._data.unpack() if hasattr(theirs._data, "unpack") else theirs._data
     assert_same_steps(grid.q, q.view_as(w), places(w, grid))
     tolerance = float(w.abs().max()) * 2**-22
-    mine = Grid(q.view_as(w), grid.scale, grid.zero).dequantized()
+    mine = QuantizedMatrix(q.view_as(w), grid.scale, grid.zero).dequantized()
     torch.testing.assert_close(mine, theirs.dequantize(), atol=tolerance, rtol=2**-22)
 
 

@@ -7,7 +7,7 @@ from models import lively
 from minillm import Engine, EngineConfig, KVCache, QuantizedKVCache, generate
 from minillm.cache import NoCache
 from minillm.model import Decoder
-from minillm.quantized_kv import QuantizedRows
+from minillm.quantization.kv_cache import QuantizedStorage
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
 STEPS = {8: 254, 4: 15}
@@ -17,13 +17,13 @@ def test_rows_by_hand():
     """One head of four numbers: 127 is 1.27, and 16 steps reach from -1 to 0.5."""
     model = lively(n_layers=1, n_heads=2, n_kv_heads=1, d_head=4)
     x = torch.tensor([[[[1.27, -0.64, 0.0, 0.02]]]])
-    rows = QuantizedRows(model, (1, 3))
+    rows = QuantizedStorage(model, (1, 3))
     rows.write(0, (slice(None), slice(1, 2)), x, 2 * x)
     assert rows.k[0, 0, 1, 0].tolist() == [127, -64, 0, 2] == rows.v[0, 0, 1, 0].tolist()
     assert rows.k_scales[0, 0, 1, 0].item() == pytest.approx(0.01, rel=1e-3)
     assert not rows.k[0, 0, 0].any() and not rows.k[0, 0, 2].any()
     x = torch.tensor([[[[-1.0, 0.5, 0.0, -0.9]]]])
-    rows = QuantizedRows(model, (1, 1), bits=4)
+    rows = QuantizedStorage(model, (1, 1), bits=4)
     rows.write(0, slice(None), x, x)
     assert rows.k[0, 0, 0, 0].tolist() == [0 | 15 << 4, 10 | 1 << 4]
 
@@ -33,7 +33,7 @@ def test_the_error_is_half_a_step(bits):
     """What is read differs from what was written by half a step of its token and head."""
     model = lively(n_layers=2)
     torch.manual_seed(0)
-    rows = QuantizedRows(model, (2, 9), bits=bits)
+    rows = QuantizedStorage(model, (2, 9), bits=bits)
     k, v = torch.randn(2, 2, 9, 2, 8) * torch.logspace(-3, 2, 9)[None, None, :, None, None]
     rows.write(1, slice(None), k, v)
     for x, found in zip((k, v), rows.read(1, slice(None)), strict=True):
@@ -51,7 +51,7 @@ class RoundedCache(NoCache):
         self.model, self.bits = model, bits
 
     def attend(self, layer, q, k, v):
-        rows = QuantizedRows(self.model, (len(k), k.shape[1]), bits=self.bits)
+        rows = QuantizedStorage(self.model, (len(k), k.shape[1]), bits=self.bits)
         rows.write(layer, slice(None), k, v)
         return super().attend(layer, q, *rows.read(layer, slice(None)))
 
@@ -127,14 +127,14 @@ def test_keys_per_channel(pieces, bits):
     torch.manual_seed(1)
     k, v = torch.randn(2, 2, 70, 2, 8) * torch.logspace(-2, 1, 8)
     cache = QuantizedKVCache(model, 2, 70, bits=bits, keys="channel")
-    per_token = QuantizedRows(model, (2, 70), bits=bits)
+    per_token = QuantizedStorage(model, (2, 70), bits=bits)
     per_token.write(0, slice(None), k, v)
     start = 0
     for n in pieces:
         at = (slice(None), slice(start, start + n))
-        cache.rows.write(0, at, k[at], v[at])
+        cache.storage.write(0, at, k[at], v[at])
         start += n
-        keys, values = cache.rows.read(0, (slice(None), slice(start)))
+        keys, values = cache.storage.read(0, (slice(None), slice(start)))
         torch.testing.assert_close(keys, channel_keys(k[:, :start], bits), atol=1e-4, rtol=1e-3)
         assert torch.equal(keys[:, start // 32 * 32 :], k[:, start // 32 * 32 : start])
         assert torch.equal(values, per_token.read(0, slice(None))[1][:, :start])
@@ -151,10 +151,10 @@ def test_rewinding_keys_per_channel(bits):
         cache = QuantizedKVCache(model, 1, 100, bits=bits, keys="channel")
         with torch.inference_mode():
             model(tokens, cache)
-            before = cache.rows.read(1, (slice(None), slice(75 - back)))
+            before = cache.storage.read(1, (slice(None), slice(75 - back)))
             cache.rewind(back)
             logits[name] = model(other[:, :20], cache)
-        after = cache.rows.read(1, (slice(None), slice(cache.length)))
+        after = cache.storage.read(1, (slice(None), slice(cache.length)))
         assert cache.length == 95 - back
         if name == "newest":
             torch.testing.assert_close(after[0][:, :64], before[0][:, :64], atol=0, rtol=0)
@@ -177,8 +177,8 @@ def test_channels_lose_less_where_one_is_large():
     for keys in ("token", "channel"):
         cache = QuantizedKVCache(model, 1, 64, bits=4, keys=keys)
         at = (slice(None), slice(0, 64))
-        cache.rows.write(0, at, k, k)
-        found = cache.rows.read(0, at)[0]
+        cache.storage.write(0, at, k, k)
+        found = cache.storage.read(0, at)[0]
         error[keys] = float((found - k)[..., :3].abs().mean())
     assert error["channel"] < 0.1 * error["token"]
 
@@ -240,10 +240,6 @@ def test_greedy_tokens_agree_on_the_default_model(default, bits, least):
             lambda m: Engine(m, EngineConfig(n_blocks=4, kv_dtype="int2")),
             "kv_dtype is 'int2'; choose None, 'int8' or 'int4'",
         ),
-        (
-            lambda m: Engine(m, EngineConfig(n_blocks=4, kv_dtype="int8"), rows=QuantizedRows),
-            "rows and kv_dtype",
-        ),
     ],
 )
 def test_refusals(tiny, make, message):
@@ -257,4 +253,4 @@ def test_an_odd_head_does_not_fit_two_to_a_byte():
 
     message = "4 bits need an even head dimension, and this model has 7"
     with pytest.raises(ValueError, match=message):
-        QuantizedRows(Odd(), (1, 1), bits=4)
+        QuantizedStorage(Odd(), (1, 1), bits=4)

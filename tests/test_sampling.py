@@ -15,12 +15,17 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from minillm import Sampling
-from minillm.sampling import _NUCLEUS, draw, likeliest, pick, probabilities, sample
+from minillm.sampling import _NUCLEUS, Sampling, draw, greedy, next_tokens, probabilities
 
 INF = float("inf")
 LOGITS = torch.tensor([0.1, 0.4, 0.2, 0.05, 0.15, 0.1]).log()
 LAST = math.nextafter(1, 0)  # the largest number below 1
+
+
+def sample(logits, sampling, uniforms) -> list[int]:
+    """`next_tokens` with one sampling for all rows, or one for each."""
+    one = sampling is None or isinstance(sampling, Sampling)
+    return next_tokens(logits, [sampling] * len(logits) if one else sampling, uniforms)
 
 
 def close(actual: Tensor, expected: list[float] | Tensor, atol: float = 1e-6) -> None:
@@ -211,7 +216,7 @@ def test_tiny_and_huge_temperatures():
 def test_frequencies(options):
     sampling, n = Sampling(**options, seed=0), 20000
     probs = probabilities(LOGITS, sampling)
-    tokens = pick(probs.expand(n, -1), sampling.uniforms(n))
+    tokens = draw(probs.expand(n, -1), sampling.uniforms(n))
     expected, counts = n * probs, torch.tensor(tokens).bincount(minlength=6)
     assert (counts[expected == 0] == 0).all()
     possible = expected > 0
@@ -226,7 +231,7 @@ def test_exact_inversion():
     before = {u: math.nextafter(u, 0) for u in (0.25, 0.75, 0.875)}
     expected = {0.0: 1, before[0.25]: 1, 0.25: 3, before[0.75]: 3, 0.75: 4, before[0.875]: 4}
     expected |= {0.875: 5, LAST: 5}
-    assert pick(probs.expand(len(expected), -1), list(expected)) == list(expected.values())
+    assert draw(probs.expand(len(expected), -1), list(expected)) == list(expected.values())
 
 
 @pytest.mark.parametrize("n_vocab", [1, 2, 1000])
@@ -241,7 +246,7 @@ def test_inversion_by_hand(n_vocab):
         cumulated = list(itertools.accumulate(row))
         reached = u * cumulated[-1]  # probabilities rounded to float32 do not sum to 1
         expected.append(next(i for i, total in enumerate(cumulated) if total > reached))
-    assert pick(probs, uniforms) == expected
+    assert draw(probs, uniforms) == expected
 
 
 def draws(seed: int | None, n: int = 200) -> list[int]:
@@ -334,11 +339,13 @@ def test_rows_of_a_batch_equal_each_row_alone(two_threads, n_vocab):
 def test_draw_takes_the_greedy_ones_from_the_best():
     logits = 3 * torch.randn(4, 97, generator=torch.Generator().manual_seed(0))
     sampling = Sampling(seed=1)
-    uniforms = [0.9, 0.8, 0.7]
+    uniforms = [0.9, 0.8, 0.7, 0.1]
     best = [11, 22, 33, 44]  # not the largest: to be seen to be taken from here
-    tokens = draw(logits, best, [3, 0, 2], [None, sampling, Sampling(0)], uniforms)
-    assert tokens == [44, *sample(logits[:1], sampling, [0.8]), 33]
-    assert draw(logits, best, [], [], []) == []
+    samplings = [None, sampling, Sampling(0), sampling]
+    tokens = next_tokens(logits, samplings, uniforms, best)
+    assert tokens == [11, *sample(logits[1:2], sampling, uniforms[1:2]), 33,
+                      *sample(logits[3:], sampling, uniforms[3:])]  # fmt: skip
+    assert next_tokens(logits[:0], [], [], []) == []
 
 
 def test_of_equals_the_first_stay_under_top_p():
@@ -420,7 +427,14 @@ def test_refusals(options, message):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_likeliest_is_the_first_among_equals(dtype):
+def test_greedy_is_the_first_among_equals(dtype):
     logits = torch.tensor([[0, 3, 1, 3], [-torch.inf, -2, -2, -5], [7, 7, 7, 7]], dtype=dtype)
-    assert likeliest(logits).tolist() == [1, 1, 0]
-    assert likeliest(logits[0]).item() == 1
+    assert greedy(logits).tolist() == [1, 1, 0]
+    assert greedy(logits[0]).item() == 1
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_greedy_gives_minus_one_for_what_is_not_a_number(bad):
+    logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, bad, 1.0], [-torch.inf] * 3, [-torch.inf, 1, 2]])
+    assert greedy(logits).tolist() == [1, -1, -1, 2]
+    assert next_tokens(logits, [None] * 4, [0.0] * 4) == [1, -1, -1, 2]

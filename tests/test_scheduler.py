@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from token_model import VOCAB, CheckedEngine, answer
 
 from minillm import Sampling
-from minillm.request import Request
+from minillm.serving.request import Request
 
 
 class Guesser:
@@ -18,7 +18,10 @@ class Guesser:
         self.right: dict[int, list[int]] = {}  # request id -> its whole answer
         self.used = 0
 
-    def __call__(self, requests: list[Request]) -> list[list[int]]:
+    def observe(self, step: object) -> None:
+        pass
+
+    def propose(self, requests: list[Request]) -> list[list[int]]:
         return [self.guesses(request) if request.decoding else [] for request in requests]
 
     def guesses(self, request: Request) -> list[int]:

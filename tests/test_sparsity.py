@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from models import lively
 from torch import Tensor
 
-from minillm import Engine, EngineConfig, generate, prepack, quantize, sparsity
-from minillm.awq import output_error
-from minillm.calibration import collect
-from minillm.grid import to_int8
+from minillm import Engine, EngineConfig, generate, prepack, quantize
+from minillm.layers.per_token import rms_norm
 from minillm.model import Decoder
-from minillm.per_token import rms_norm
-from minillm.quantize import model_bytes
-from minillm.sparsity import SparseLinear, compress, least_squares, mask_2_4, sparsify
+from minillm.quantization import sparsity
+from minillm.quantization.awq import output_error
+from minillm.quantization.calibration import collect
+from minillm.quantization.grid import to_int8
+from minillm.quantization.quantize import model_bytes
+from minillm.quantization.sparsity import SparseLinear, compress, least_squares, mask_2_4, sparsify
 
 SIZES = {"d_model": 64, "n_heads": 4, "n_kv_heads": 2, "d_head": 16, "d_ff": 96}
 IDS = torch.randint(0, 97, (4, 40), generator=torch.Generator().manual_seed(0))
@@ -125,7 +126,7 @@ def correlated(n: int, K: int, seed: int = 0) -> Tensor:
 def test_least_squares_find_the_optimum(damping, monkeypatch):
     """Row by row on the inputs themselves, to which damping adds K rows that hold w in place."""
     w, x, mask = numbers(12, 32), correlated(200, 32), mask_2_4(numbers(12, 32, 7))
-    monkeypatch.setattr("minillm.gptq.DAMPING", damping)
+    monkeypatch.setattr("minillm.quantization.gptq.DAMPING", damping)
     monkeypatch.setattr(sparsity, "SOLVED_BYTES", 5 * 2 * 32 * 32)  # 5 rows at once
     moments = x.T @ x / 200
     solved = least_squares(w, mask, moments)

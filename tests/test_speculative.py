@@ -10,15 +10,15 @@ import torch
 from models import lively, lively_heads
 
 from minillm import Sampling, generate, quantize, speculative_generate
-from minillm.drafters import Draft, ModelDrafter, NgramDrafter
-from minillm.medusa import MedusaDrafter
 from minillm.sampling import probabilities
-from minillm.speculative import acceptance, accepted, speedup, tokens_per_pass
+from minillm.speculation.drafters import Draft, Drafter, ModelDrafter, NgramDrafter
+from minillm.speculation.medusa import MedusaDrafter
+from minillm.speculation.speculative import acceptance, accepted, speedup, tokens_per_pass
 
 KS = pytest.mark.parametrize("k", range(1, 9))
 
 
-class Fixed:
+class Fixed(Drafter):
     """Guesses what it is told: the right tokens, none of them, or right up to a place."""
 
     def __init__(self, answer: list[int], n_prompt: int, *, right: int = 10**6):
@@ -27,7 +27,7 @@ class Fixed:
     def start(self, target, max_len, sampling):
         return self
 
-    def propose(self, ids, k, uniforms, state=None):
+    def propose(self, ids, k, uniforms, hidden=None):
         made = len(ids) - self.n_prompt
         guesses = self.answer[made : made + k]
         return Draft([g if i < self.right else (g + 1) % 97 for i, g in enumerate(guesses)])

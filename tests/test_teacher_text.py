@@ -6,7 +6,12 @@ import pytest
 from models import lively
 
 from minillm import Sampling, generate
-from minillm.teacher_text import continued_code, conversations, library_text, teacher_text
+from minillm.distillation.teacher_text import (
+    continued_code,
+    conversations,
+    library_text,
+    teacher_text,
+)
 
 
 def test_the_teachers_text(tmp_path):

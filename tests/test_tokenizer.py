@@ -27,9 +27,10 @@ from tokenizers import (
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from minillm import Tokenizer
-from minillm.chat_template import render
-from minillm.weights import fetch_default, read_gguf
+from minillm.tools.chat_template import render
+from minillm.weights.default import fetch_default
 from minillm.weights.files import read_json
+from minillm.weights.gguf_header import read_gguf
 from minillm.weights.tokenizer_files import tokenizer_from_folder, tokenizer_from_gguf
 
 CORPUS = "\n".join(topics.topics.values())

@@ -9,14 +9,15 @@ from models import lively
 from safetensors.torch import load_file, save_file
 
 from minillm import generate, load_student, make_student, quantize
-from minillm.distill import drafts, try_student
+from minillm.distillation.__main__ import drafts, try_student
+from minillm.distillation.student import PACKAGED, save_student
+from minillm.distillation.teacher_text import Conversation
 from minillm.evaluate import difference
-from minillm.grid import to_int8
-from minillm.medusa import PACKAGED_HEADS, MedusaDrafter, load_heads
-from minillm.quantized_linear import Int8Linear
-from minillm.student import PACKAGED, save_student
-from minillm.teacher_text import Conversation
-from minillm.weights import load
+from minillm.quantization.grid import to_int8
+from minillm.quantization.linear import Int8Linear
+from minillm.speculation.medusa import MedusaDrafter
+from minillm.speculation.medusa_heads import PACKAGED_HEADS, load_heads
+from minillm.weights.loading import load
 
 SIZES = {"d_model": 64, "d_head": 16, "d_ff": 64, "n_layers": 4}
 
@@ -114,7 +115,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     def tiny(**_):
         return teacher, Words()
 
-    module = importlib.import_module("minillm.distill")
+    module = importlib.import_module("minillm.distillation.__main__")
     monkeypatch.setattr(module, "load", tiny)
     monkeypatch.setattr(module, "conversations", short_conversations)
     arguments = ["--layers", "2", "--conversations", "240", "--steps", "3",
@@ -137,7 +138,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 
 def short_conversations(teacher, tokenizer, n, **options):
-    from minillm.teacher_text import conversations
+    from minillm.distillation.teacher_text import conversations
 
     return conversations(teacher, tokenizer, 8 * n, question=40, answer=30, **options)
 

@@ -22,10 +22,11 @@ from safetensors.torch import save_file
 from test_hostile import CONFIG, FLOAT, TEXT, field, folder, shard, tensors, write_gguf
 from test_tokenizer import SMALL, folder_with
 
-from minillm import Tokenizer, chat_template, load
-from minillm.chat_template import render
+from minillm import Tokenizer, load
 from minillm.tokenizer import _byte_alphabet
-from minillm.weights import fetch_default
+from minillm.tools import chat_template
+from minillm.tools.chat_template import render
+from minillm.weights.default import fetch_default
 from minillm.weights.tokenizer_files import tokenizer_from_folder, tokenizer_from_gguf
 
 LONG = "long " * 200_000

@@ -9,20 +9,20 @@ import pytest
 from models import lively
 
 from minillm import Engine, EngineConfig, Hardware, ModelConfig, costs
-from minillm.metrics import summarize
-from minillm.virtual_time import VirtualClock, VirtualEngine
-from minillm.workload import Load, bursty_arrivals, poisson_arrivals, serve
+from minillm.serving.metrics import summarize
+from minillm.serving.virtual_time import VirtualClock, VirtualEngine
+from minillm.serving.workload import TimedRequest, bursty_arrivals, poisson_arrivals, serve
 
 LLAMA, A100 = ModelConfig.preset("llama-2-7b"), Hardware.preset("a100-80gb")
 MODEL = lively(n_layers=1)
 
 
-def some_load(seed: int, n: int = 40) -> list[Load]:
+def some_load(seed: int, n: int = 40) -> list[TimedRequest]:
     """Prompts that often begin alike, so that a prefix cache finds something."""
     g = random.Random(seed)
     prompts = [[g.randrange(97) for _ in range(g.randint(1, 90))] for _ in range(8)]
     return [
-        Load(at, g.choice(prompts) + [g.randrange(97)] * g.randint(0, 9), g.randint(1, 20))
+        TimedRequest(at, g.choice(prompts) + [g.randrange(97)] * g.randint(0, 9), g.randint(1, 20))
         for at in poisson_arrivals(40.0, n, seed)
     ]
 
@@ -74,7 +74,7 @@ def test_whom_the_door_turns_away():
         seen.append((request.max_new_tokens, len(engine.scheduler.running)))
         return request.max_new_tokens != 7
 
-    load = [Load(0.0, [1, 2], 5), Load(0.0, [3], 7), Load(1.0, [4], 9)]
+    load = [TimedRequest(0.0, [1, 2], 5), TimedRequest(0.0, [3], 7), TimedRequest(1.0, [4], 9)]
     done = serve(VirtualEngine(LLAMA, A100, n_blocks=9), load, admit=admit)
     assert [len(c.tokens) for c in done] == [5, 9]
     assert seen == [(5, 0), (7, 0), (9, 0)]
@@ -86,10 +86,10 @@ def test_a_chat_sends_its_next_turn_after_the_answer():
         if len(request.prompt_ids) > 40:
             return None
         at = completion.arrival + completion.latency + 2.0
-        return Load(at, [*request.prompt_ids, *completion.tokens, 5], 10)
+        return TimedRequest(at, [*request.prompt_ids, *completion.tokens, 5], 10)
 
     engine = VirtualEngine(LLAMA, A100, n_blocks=40, prefix_caching=True)
-    done = serve(engine, [Load(0.5, [1] * 20, 10)], after=after)
+    done = serve(engine, [TimedRequest(0.5, [1] * 20, 10)], after=after)
     assert [c.n_prompt for c in done] == [20, 31, 42]
     for before, later in pairwise(done):
         assert later.arrival == pytest.approx(before.arrival + before.latency + 2.0)

@@ -6,11 +6,11 @@ from models import inputs_of, lively
 from torch import Tensor
 
 from minillm import Engine, EngineConfig, generate, model_bytes, quantize
-from minillm.calibration import collect
 from minillm.evaluate import difference
-from minillm.grid import to_float8, to_int8
-from minillm.quantized_linear import Float8Linear, Int8Linear
-from minillm.w8a8 import OutlierLinear, W8A8Linear, int8_product, rounded, smoothing
+from minillm.quantization.calibration import collect
+from minillm.quantization.grid import to_float8, to_int8
+from minillm.quantization.linear import Float8Linear, Int8Linear
+from minillm.quantization.w8a8 import OutlierLinear, W8A8Linear, int8_product, rounded, smoothing
 
 SIZES = {"d_model": 64, "n_heads": 4, "n_kv_heads": 2, "d_head": 16, "d_ff": 96}
 

@@ -39,14 +39,17 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import minillm
 from minillm import Decoder, KVCache, Tokenizer, costs
-from minillm.folders import cache_folder
+from minillm.hf_config import from_hf
 from minillm.parallel.plan import Plan
-from minillm.quantize import quantize
-from minillm.quantized_linear import QuantizedLinear
+from minillm.quantization.linear import QuantizedLinear
+from minillm.quantization.quantize import quantize
+from minillm.tools.folders import cache_folder
 from minillm.weights import default as fetching
-from minillm.weights import fetch_default, load, parameter_sources, read_gguf
-from minillm.weights.build import fill
+from minillm.weights.build import fill, parameter_sources
+from minillm.weights.default import fetch_default
 from minillm.weights.gguf_checkpoint import GGUFCheckpoint
+from minillm.weights.gguf_header import read_gguf
+from minillm.weights.loading import load
 
 MODELS = {
     LlamaConfig: LlamaForCausalLM,
@@ -550,7 +553,7 @@ TINY = small(
 )
 
 
-TINY_OURS = minillm.ModelConfig.from_hf(TINY.to_dict())
+TINY_OURS = from_hf(TINY.to_dict())
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from minillm.attention import BACKENDS
+from minillm.layers.attention import BACKENDS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None

@@ -14,9 +14,10 @@ from pool import Memory, check_pool
 from torch import Tensor
 
 from minillm import Engine, EngineConfig, Sampling
-from minillm.request import Request
-from minillm.sampling import sample
-from minillm.scheduler import StepPlan
+from minillm.paged import PagedKVCache
+from minillm.sampling import next_tokens
+from minillm.serving.request import Request
+from minillm.serving.scheduler import StepPlan
 
 VOCAB = 3
 
@@ -32,12 +33,12 @@ def answer(prompt: list[int], n: int, sampling: Sampling | None = None) -> list[
     ids = list(prompt)
     uniforms = sampling.uniforms(n) if sampling else [0.0] * n
     for u in uniforms:
-        ids += sample(torch.tensor([logits_after(ids)]), sampling, [u])
+        ids += next_tokens(torch.tensor([logits_after(ids)]), [sampling], [u])
     return ids[len(prompt) :]
 
 
-class TokenRows:
-    """Stands for `Rows`: the engine copies blocks through it."""
+class TokenStorage:
+    """Stands for `KVStorage`: the engine copies blocks through it."""
 
     nbytes = 0
 
@@ -78,7 +79,7 @@ class CheckedEngine(Engine):
     ):
         defaults = {"max_seqs": 4, "max_batch_tokens": 16}
         config = EngineConfig(n_blocks, block_size, **(defaults | options))
-        super().__init__(TokenModel(), config, rows=TokenRows, proposer=proposer)
+        super().__init__(TokenModel(), config, proposer=proposer)
         self.manager, self.memory = self.cache.manager, self.model.memory
         real = self.scheduler.schedule
 
@@ -89,6 +90,13 @@ class CheckedEngine(Engine):
             return plan
 
         self.scheduler.schedule = schedule
+
+    def _new_cache(self) -> PagedKVCache:
+        c = self.config
+        return PagedKVCache(
+            self.model, c.n_blocks, c.block_size, prefix_caching=c.prefix_caching,
+            storage=TokenStorage,
+        )  # fmt: skip
 
     def add(self, prompt: list[int], n: int, seeds: list[int | None] = (None,)) -> list[Request]:
         """Submit samples of one prompt, greedy without a seed; returns their requests."""
@@ -114,11 +122,11 @@ class CheckedEngine(Engine):
         for request, w in work.items():
             pending = request.ids[request.table.n_tokens :]
             if w.decoding:
-                n_guesses = w.n_logits - 1
-                assert w.tokens == pending + request.guesses[:n_guesses]
+                n_guesses = len(w.rows) - 1
+                assert w.tokens == pending + request.draft_tokens[:n_guesses]
             else:
                 assert w.tokens == pending[: len(w.tokens)]
-                assert w.n_logits == (len(w.tokens) == len(pending))
+                assert len(w.rows) == (len(w.tokens) == len(pending))
                 assert s.chunked_prefill or len(w.tokens) == len(pending)
         # The youngest are sent back, to the head of the queue, the oldest of them first, and no
         # request is let in then.
@@ -139,7 +147,7 @@ class CheckedEngine(Engine):
             table = request.table
             for i in range(table.n_tokens, table.n_tokens + len(w.tokens)):
                 slot = table.blocks[i // size], i % size
-                assert slot not in written and self.manager.allocator.holders(slot[0]) == 1
+                assert slot not in written and self.manager.allocator.ref_count(slot[0]) == 1
                 written.add(slot)
         # Each copy is for a request of the step that goes on in the middle of that block.
         middles = [

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.attention import attention
-from minillm.bench.recording import Recording, Repeats, alternate, dtype_name, kernel_seconds
-from minillm.measure import matmul_peak, read_bandwidth
+from minillm.bench.recording import Recording, dtype_name, kernel_seconds
+from minillm.layers.attention import attention
+from minillm.measure import Repeats, alternate, matmul_peak, read_bandwidth
 
 Peer = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 Case = tuple[int, int, bool]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minillm.bench import BENCHMARKS
-from minillm.folders import data_folder, project_folder
+from minillm.tools.folders import data_folder, project_folder
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
         update_readme(project_folder() / "README.md")
         return 0
-    from minillm.devices import device_and_dtype
+    from minillm.tools.devices import device_and_dtype
 
     device, _ = device_and_dtype(options.device, "auto")
     if options.rate is not None:

@@ -22,11 +22,12 @@ import torch
 from minillm import costs
 from minillm.bench.models import default_model, random_model
 from minillm.bench.peers import has, transformers_generate, transformers_twin
-from minillm.bench.recording import Recording, alternate, dtype_name
-from minillm.generate import WORTH_CAPTURING, generate
-from minillm.measure import read_bandwidth, seconds
+from minillm.bench.recording import Recording, dtype_name
+from minillm.generation import generate
+from minillm.measure import alternate, read_bandwidth, seconds
 from minillm.model import Decoder
-from minillm.prepack import prepack
+from minillm.prepacked import prepack
+from minillm.serving.cuda_graphs import WORTH_CAPTURING, graphed_step
 
 
 def bench(device: torch.device) -> Path:
@@ -44,6 +45,11 @@ def bench(device: torch.device) -> Path:
 def first_tokens(n: int, device: torch.device) -> int:
     """New tokens of the shorter of two runs: on a GPU so many that both capture a graph."""
     return max(n, WORTH_CAPTURING) if device.type == "cuda" else 1
+
+
+def fastest(model: Decoder, prompt: list[int], n: int) -> list[int]:
+    """`generate`, on a GPU with its decode steps as graphs."""
+    return generate(model, prompt, n, step=graphed_step(model, len(prompt), n))
 
 
 def decode_seconds(generate_n: Callable[[int], Any], n: int, device: torch.device) -> float:
@@ -73,7 +79,7 @@ def measure_decode(
     if device.type == "cpu" and dtype == "float32":
         forms[f"decode, {name}, {dtype}, prepacked"] = prepack(model)
     fns = {
-        what: (lambda m: lambda: decode_seconds(lambda k: generate(m, prompt, k), n, device))(form)
+        what: (lambda m: lambda: decode_seconds(lambda k: fastest(m, prompt, k), n, device))(form)
         for what, form in forms.items()
     }
     if peer and has("transformers", recording, "transformers"):

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from minillm.bench.recording import Recording, hardware_label
-from minillm.folders import cache_folder, project_folder
 from minillm.measure import matmul_peak, memory_speeds
+from minillm.tools.folders import cache_folder, project_folder
 
 MINUTES = 9.3
 # Part: the seconds that it may take.

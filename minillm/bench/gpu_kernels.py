@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.attention import attention
 from minillm.bench.attention import attention_peers
 from minillm.bench.gpu import report
 from minillm.bench.recording import Recording, kernel_seconds
+from minillm.layers.attention import attention
 from minillm.measure import matmul_peak, read_bandwidth
 
 Named = Iterator[tuple[str, Callable[[], Any]]]

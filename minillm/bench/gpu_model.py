@@ -18,12 +18,12 @@ from minillm.bench.gpu import report
 from minillm.bench.models import random_model
 from minillm.bench.recording import Recording, dtype_name
 from minillm.config import ModelConfig
-from minillm.cuda_graphs import GraphedSequence
-from minillm.engine import Engine, EngineConfig
-from minillm.generate import generate
+from minillm.generation import generate
 from minillm.measure import device_seconds, read_bandwidth, seconds
 from minillm.model import Decoder
-from minillm.workload import azure_load, serve
+from minillm.serving.cuda_graphs import GraphedSequence
+from minillm.serving.engine import Engine, EngineConfig
+from minillm.serving.workload import azure_load, serve
 
 
 def large_model(recording: Recording, tiny: bool) -> Decoder:
@@ -44,28 +44,28 @@ def model(recording: Recording, tiny: bool) -> None:
     bound = n_bytes / bandwidth
     report(recording, "bound of a token", bound * 1e3, "ms")
 
-    def token_seconds(**options: Any) -> float:
+    def token_seconds() -> float:
         def run(k: int) -> float:
-            return seconds(lambda: generate(large, prompt, k, **options), device)
+            return seconds(lambda: generate(large, prompt, k), device)
 
         run(2)
         return median((run(n + 1) - run(1)) / n for _ in range(1 if tiny else 5))
 
     on_gpu = device.type == "cuda"
     for name, fused in (("plain", False), ("fused kernels", None)):
-        large.fused = fused
-        took = token_seconds(cuda_graphs=False)
+        large.fast = fused
+        took = token_seconds()
         report(recording, f"a token, {name}", took * 1e3, "ms", of_bound=bound / took)
     if not on_gpu:
         recording.gap("graphs", "they need a CUDA device")
         return
     replays: dict[str, Callable[[], None]] = {}
     for name, fused in (("plain", False), ("fused kernels", None)):
-        large.fused = fused
-        sequence = GraphedSequence(large, len(prompt) + 2 * n, "auto")
-        sequence.logits(prompt)
-        step = partial(sequence.logits, [1])
-        took = median(seconds(lambda step=step: int(step()[1]), device) for _ in range(n))
+        large.fast = fused
+        sequence = GraphedSequence(large, len(prompt) + 2 * n)
+        sequence(prompt)
+        step = partial(sequence, [1])
+        took = median(seconds(lambda step=step: int(step().argmax()), device) for _ in range(n))
         report(recording, f"a token, graph, {name}", took * 1e3, "ms", of_bound=bound / took)
         graph = next(iter(sequence._graphs._graphs.values()))[0]
         alone = device_seconds(graph.replay, device)
@@ -121,7 +121,7 @@ def timed_parts(engine: Engine) -> dict[str, float]:
 
     The forward pass ends with a look at its tokens, so a GPU's time is in it.
     """
-    import minillm.engine as module
+    import minillm.serving.engine as module
 
     spent: dict[str, float] = defaultdict(float)
 

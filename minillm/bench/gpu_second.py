@@ -14,12 +14,12 @@ from minillm.bench.gpu_kernels import time_calls
 from minillm.bench.gpu_model import large_model
 from minillm.bench.models import random_model
 from minillm.bench.peers import has, transformers_generate, transformers_twin
-from minillm.bench.recording import Recording, alternate
+from minillm.bench.recording import Recording
 from minillm.bench.serve_gpu import measure_many
-from minillm.engine import EngineConfig
-from minillm.folders import project_folder
-from minillm.generate import generate
-from minillm.measure import matmul_peak, seconds
+from minillm.generation import generate
+from minillm.measure import alternate, matmul_peak, seconds
+from minillm.serving.engine import EngineConfig
+from minillm.tools.folders import project_folder
 
 
 def flex(recording: Recording, tiny: bool) -> None:

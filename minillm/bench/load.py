@@ -8,7 +8,7 @@ from statistics import median
 import torch
 
 from minillm.bench.recording import Recording
-from minillm.weights import fetch_default
+from minillm.weights.default import fetch_default
 
 # VmHWM is the process's own peak; getrusage, which exists everywhere, starts from the parent's
 # peak on Linux.

@@ -27,7 +27,9 @@ def default_model(device: torch.device, prompts: list[str]) -> tuple[Decoder, li
     """
     if device.type == "cuda":
         return random_model("smollm2-135m", device), [list(text.encode()) for text in prompts]
-    from minillm.weights import load  # here, so that a GPU's machine needs nothing that it imports
+    from minillm.weights.loading import (
+        load,  # here, so that a GPU's machine needs nothing that it imports
+    )
 
     model, tokenizer = load(device=device)
     return model, [tokenizer.encode(text) for text in prompts]

@@ -15,7 +15,7 @@ import torch
 
 from minillm.bench.recording import Recording
 from minillm.model import Decoder
-from minillm.workload import Load
+from minillm.serving.workload import TimedRequest
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -35,7 +35,7 @@ def transformers_twin(model: Decoder) -> "LlamaForCausalLM":
     """The same weights in Hugging Face transformers' Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from minillm.weights import parameter_sources
+    from minillm.weights.build import parameter_sources
 
     c = model.config
     config = LlamaConfig(
@@ -82,7 +82,9 @@ def transformers_static_batch(
 
 
 @contextmanager
-def transformers_continuous(twin: "LlamaForCausalLM") -> Iterator[Callable[[Sequence[Load]], None]]:
+def transformers_continuous(
+    twin: "LlamaForCausalLM",
+) -> Iterator[Callable[[Sequence[TimedRequest]], None]]:
     """A function that sends requests through transformers' continuous batching, set up before.
 
     Not to be used in inference mode: its thread writes into tensors that are made here.
@@ -94,7 +96,7 @@ def transformers_continuous(twin: "LlamaForCausalLM") -> Iterator[Callable[[Sequ
         generation_config=config, block=True, timeout=5
     ) as manager:
 
-        def serve(requests: Sequence[Load]) -> None:
+        def serve(requests: Sequence[TimedRequest]) -> None:
             for request in requests:
                 manager.add_request(list(request.prompt_ids), max_new_tokens=request.max_new_tokens)
             tokens: list[int] = []
@@ -136,7 +138,7 @@ def _llama_cpp_server(n_slots: int, n_threads: int) -> Callable[[list[int], int]
     """
     import xllamacpp
 
-    from minillm.weights import fetch_default
+    from minillm.weights.default import fetch_default
 
     params = xllamacpp.CommonParams()
     params.model.path = str(fetch_default())

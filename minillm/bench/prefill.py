@@ -9,11 +9,11 @@ import torch
 from minillm import costs
 from minillm.bench.models import default_model
 from minillm.bench.peers import has, transformers_twin
-from minillm.bench.recording import Recording, alternate, dtype_name
+from minillm.bench.recording import Recording, dtype_name
 from minillm.kv_cache import KVCache
-from minillm.measure import matmul_peak, seconds
+from minillm.measure import alternate, matmul_peak, seconds
 from minillm.model import Decoder
-from minillm.prepack import prepack
+from minillm.prepacked import prepack
 
 N_TOKENS = 512
 

@@ -16,23 +16,23 @@ import torch
 
 from minillm.bench.decode import decode_seconds
 from minillm.bench.peers import LLAMA_CPP, has, llama_cpp_decode_seconds
-from minillm.bench.recording import Recording, alternate
+from minillm.bench.recording import Recording
 from minillm.evaluate import difference, evaluation_text, perplexity
-from minillm.generate import generate
+from minillm.generation import generate
 from minillm.kv_cache import KVCache
-from minillm.measure import read_bandwidth, seconds
+from minillm.measure import alternate, read_bandwidth, seconds
 from minillm.model import Decoder
-from minillm.prepack import prepack
-from minillm.quantize import decode_bytes, model_bytes, quantize
-from minillm.quantized_kv import QuantizedKVCache
-from minillm.sparsity import sparsify
+from minillm.prepacked import prepack
+from minillm.quantization.kv_cache import QuantizedKVCache
+from minillm.quantization.quantize import decode_bytes, model_bytes, quantize
+from minillm.quantization.sparsity import sparsify
 
 Forms = dict[str, Callable[[], Decoder]]
 
 
 def bench(device: torch.device) -> Path:
     """On a CPU: the default checkpoint in every form."""
-    from minillm.weights import load
+    from minillm.weights.loading import load
 
     if device.type == "cuda":
         raise ValueError(

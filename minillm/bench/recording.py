@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 
-from minillm.folders import data_folder
-from minillm.measure import cpu_name, seconds
+from minillm.measure import Repeats, cpu_name, seconds
+from minillm.tools.folders import data_folder
 
 PACKAGES = ("torch", "triton", "numpy", "transformers", "xllamacpp")
-
-Repeats = dict[str, list[float]]
 
 
 def hardware_label(device: torch.device) -> str:
@@ -95,19 +93,6 @@ class Recording:
     def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.document, indent=1) + "\n")
-
-
-def alternate(fns: dict[str, Callable[[], float]], repeats: int) -> Repeats:
-    """Call each function twice to warm up, then `repeats` times in turn.
-
-    Every other round goes in the opposite order, so that no function always runs first. Each
-    returns its own measurement.
-    """
-    results: Repeats = {name: [] for name in fns}
-    for i in range(repeats + 2):
-        for name in list(fns) if i % 2 else reversed(fns):
-            results[name].append(fns[name]())
-    return {name: values[2:] for name, values in results.items()}
 
 
 def kernel_seconds(fn: Callable[[], Any], device: torch.device, *, as_graph: bool = False) -> float:

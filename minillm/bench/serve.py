@@ -29,16 +29,16 @@ from minillm.bench.peers import (
     transformers_static_batch,
     transformers_twin,
 )
-from minillm.bench.recording import Recording, alternate, dtype_name
-from minillm.engine import Engine, EngineConfig
+from minillm.bench.recording import Recording, dtype_name
 from minillm.fragmentation import simulate
-from minillm.generate import generate
-from minillm.measure import multiplies_bfloat16, seconds
-from minillm.metrics import Objective, summarize
+from minillm.generation import generate
+from minillm.measure import alternate, multiplies_bfloat16, seconds
 from minillm.model import Decoder
-from minillm.prepack import prepack
+from minillm.prepacked import prepack
 from minillm.sampling import Sampling
-from minillm.workload import AZURE_OUTPUT, AZURE_PROMPT, azure_load, draw_length, serve
+from minillm.serving.engine import Engine, EngineConfig
+from minillm.serving.metrics import SLO, summarize
+from minillm.serving.workload import AZURE_OUTPUT, AZURE_PROMPT, azure_load, draw_length, serve
 
 _TOPICS = ("Rome", "salt", "the moon", "a spoon", "rivers", "glass", "an owl", "music")
 
@@ -72,7 +72,7 @@ def bench(device: torch.device) -> Path:
 
 def _in_bfloat16(device: torch.device) -> Decoder:
     """The default checkpoint, prepacked where the CPU has the products for it."""
-    from minillm.weights import load
+    from minillm.weights.loading import load
 
     model, _ = load(device=device, dtype="bfloat16")
     return prepack(model) if multiplies_bfloat16(model.device) else model
@@ -229,4 +229,4 @@ def load_test(device: torch.device, rate: float, n_requests: int, seed: int = 0)
     model, _ = default_model(device, [])
     engine = Engine(model, EngineConfig(n_blocks=1024, max_seqs=32, max_batch_tokens=256))
     load_ = azure_load(rate, n_requests, model.config.vocab_size, scale=0.1, seed=seed)
-    print(summarize(serve(engine, load_), Objective(ttft=1.0, tpot=0.2)))
+    print(summarize(serve(engine, load_), SLO(ttft=1.0, tpot=0.2)))

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from minillm import costs
-from minillm.attention import attention
 from minillm.bench.models import random_model
 from minillm.bench.peers import has, transformers_continuous, transformers_twin
-from minillm.bench.recording import Recording, alternate, kernel_seconds
-from minillm.engine import Engine, EngineConfig
-from minillm.measure import read_bandwidth, seconds
+from minillm.bench.recording import Recording, kernel_seconds
+from minillm.layers.attention import attention
+from minillm.measure import alternate, read_bandwidth, seconds
 from minillm.model import Decoder
 from minillm.ragged import RaggedLayout
-from minillm.workload import Load, azure_load, serve
+from minillm.serving.engine import Engine, EngineConfig
+from minillm.serving.workload import TimedRequest, azure_load, serve
 
 
 def measure_large(recording: Recording) -> None:
@@ -75,7 +75,7 @@ def measure_many(
     lengths = azure_load(math.inf, n_requests, vocab, scale=scale)
     tokens = sum(request.max_new_tokens for request in lengths)
 
-    def fresh() -> list[Load]:
+    def fresh() -> list[TimedRequest]:
         """The same lengths with prompts that are in nobody's prefix cache."""
         return [
             replace(load, prompt_ids=[generator.randrange(vocab) for _ in load.prompt_ids])

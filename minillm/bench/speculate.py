@@ -19,19 +19,24 @@ import torch
 
 from minillm.bench.decode import decode_seconds
 from minillm.bench.peers import has, transformers_twin
-from minillm.bench.recording import Recording, alternate
-from minillm.drafters import Drafter, ModelDrafter, NgramDrafter
-from minillm.engine import Engine
-from minillm.engine_config import EngineConfig
+from minillm.bench.recording import Recording
+from minillm.distillation.student import PACKAGED, load_student
 from minillm.evaluate import evaluation_text
-from minillm.generate import generate
+from minillm.generation import generate
 from minillm.kv_cache import KVCache
-from minillm.measure import seconds
+from minillm.measure import alternate, seconds
 from minillm.model import Decoder
-from minillm.prepack import prepack
-from minillm.proposals import Pace, Proposals
-from minillm.speculative import SpeculativeResult, acceptance, speculative_generate, speedup
-from minillm.student import PACKAGED, load_student
+from minillm.prepacked import prepack
+from minillm.serving.engine import Engine
+from minillm.serving.engine_config import EngineConfig
+from minillm.serving.proposals import Pace, Proposals
+from minillm.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
+from minillm.speculation.speculative import (
+    SpeculativeResult,
+    acceptance,
+    speculative_generate,
+    speedup,
+)
 from minillm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -47,7 +52,7 @@ Prompts = list[list[int]]
 
 def bench(device: torch.device) -> Path:
     """On a CPU: the default checkpoint and its student."""
-    from minillm.weights import load
+    from minillm.weights.loading import load
 
     if device.type == "cuda":
         raise ValueError(
@@ -103,7 +108,7 @@ def measure_rows(recording: Recording, device: torch.device, student: Decoder) -
     It is the one in which FEW tokens cost least beside one, among those that keep 16 bits at least:
     transformers is compared in the same format.
     """
-    from minillm.weights import load
+    from minillm.weights.loading import load
 
     table = recording.document["milliseconds a pass"] = {}
     for dtype in ("float32", "bfloat16", "int8", "int4"):
@@ -237,7 +242,7 @@ def measure_engine(
     for name, drafter in drafters.items():
         engines[name] = Engine(target, replace(plain, drafter=drafter, k=ENGINE_K))
     sizes = {"n_blocks": plain.n_blocks, "block_size": plain.block_size}
-    always = Proposals(drafters["student"], target, ENGINE_K, timeline=(), pace=Always, **sizes)
+    always = Proposals(drafters["student"], target, ENGINE_K, pace=Always, **sizes)
     engines["student, always"] = Engine(target, plain, proposer=always)
     for batch in (1, 4, 16):
         fns = {name: partial(serve, batch, engine) for name, engine in engines.items()}

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from minillm.bench import BENCHMARKS
-from minillm.folders import data_folder
+from minillm.tools.folders import data_folder
 
 MARKERS = (
     "<!-- results, written by python -m minillm.bench --readme -->",

@@ -1,7 +1,8 @@
 """Between two matrix products: one kernel where PyTorch launches two to six.
 
-Each does what `minillm.per_token` defines; the PyTorch code stands beside it. Decode is where it
-pays: with one token a kernel moves a few kilobytes, and starting it takes longer than its work.
+Each does what `minillm.layers.per_token` defines; the PyTorch code stands beside it. Decode is
+where it pays: with one token a kernel moves a few kilobytes, and starting it takes longer than its
+work.
 
     add_rms_norm     the residual stream with its update, and its norm
     silu_mul         SwiGLU's product

@@ -21,8 +21,8 @@ short sequence has fewer tiles than parts: the parts past its end have log-sum-e
 nothing. The share is worked out here from the sequence's own length, so that one launch, captured
 for the longest that may come, cuts every sequence finely enough.
 
-Pages may hold 8- or 4-bit numbers (`minillm.quantized_kv`): a tile is then loaded as it is stored
-and turned back in registers, so that memory gives only the small form.
+Pages may hold 8- or 4-bit numbers (`minillm.quantization.kv_cache`): a tile is then loaded as it is
+stored and turned back in registers, so that memory gives only the small form.
 
 The addresses of a tile's rows come from the table, one load before the other, which takes up
 stages of the pipeline: five leave two tiles of keys on their way while a third is worked on.

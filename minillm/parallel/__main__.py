@@ -11,8 +11,9 @@ import os
 import subprocess
 import sys
 
-from minillm.checks import Parser, check_whole, first_line
 from minillm.parallel.collectives import inside_torchrun, own_device, started, world_size
+from minillm.tools.checks import check_whole
+from minillm.tools.command_line import Parser, run
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -35,28 +36,26 @@ def main(arguments: list[str] | None = None) -> int:
     """Start the ranks, or be one of them; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
-    try:
-        for name in ("tp", "pp"):
-            check_whole(f"--{name}", getattr(options, name))
-        size = options.tp * options.pp
-        _check(options)
-        if inside_torchrun():
-            _rank(options, size)
-            return 0
-        run = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}"]
-        return subprocess.run([*run, "-m", "minillm.parallel", *arguments], check=False).returncode
-    except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
-        print(f"minillm: {first_line(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return run(lambda: _generate(options, arguments))
+
+
+def _generate(options: argparse.Namespace, arguments: list[str]) -> int:
+    for name in ("tp", "pp"):
+        check_whole(f"--{name}", getattr(options, name))
+    size = options.tp * options.pp
+    _check(options)
+    if inside_torchrun():
+        _rank(options, size)
+        return 0
+    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}"]
+    return subprocess.run([*start, "-m", "minillm.parallel", *arguments], check=False).returncode
 
 
 def _check(options: argparse.Namespace) -> None:
     """ValueError, before any rank is started, for what the model does not allow."""
     from minillm.parallel.loading import device_and_plain_dtype
     from minillm.parallel.plan import check_size, check_stages
-    from minillm.weights import opened
+    from minillm.weights.loading import opened
 
     if options.pp > 1 or options.dtype not in ("int8", "int4"):
         device_and_plain_dtype("auto", options.dtype)
@@ -75,10 +74,10 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _rank(options: argparse.Namespace, size: int) -> None:
-    from minillm.generate import generate
+    from minillm.generation import generate
     from minillm.parallel.loading import load_pipeline, load_tensor_parallel
     from minillm.parallel.tensor import tensor_parallel
-    from minillm.weights import load
+    from minillm.weights.loading import load
 
     if size != world_size():
         raise ValueError(f"{size} ranks are asked for, and torchrun started {world_size()}.")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minillm.model import Decoder
-from minillm.quantize import stored_as
+from minillm.quantization.quantize import stored_as
 
 TIMEOUT = datetime.timedelta(seconds=50)
 """A collective that takes longer fails: some rank hangs. One that is gone is noticed at once."""

@@ -14,15 +14,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from minillm.devices import device_and_dtype
 from minillm.model import Decoder
 from minillm.parallel.collectives import inside_torchrun, own_device, wait_for_all
 from minillm.parallel.pipeline import Stage, pipeline_parallel
 from minillm.parallel.plan import Plan, part
 from minillm.parallel.tensor import tensor_parallel
 from minillm.tokenizer import Tokenizer
-from minillm.weights import opened, parameter_sources
-from minillm.weights.build import Checkpoint, empty_model, fill
+from minillm.tools.devices import device_and_dtype
+from minillm.weights.build import Checkpoint, empty_model, fill, parameter_sources
+from minillm.weights.loading import opened
 
 
 def load_tensor_parallel(
@@ -76,7 +76,8 @@ def load_pipeline(
 def device_and_plain_dtype(
     device: str | torch.device, dtype: str | torch.dtype
 ) -> tuple[torch.device, torch.dtype]:
-    """`minillm.devices.device_and_dtype`, on this rank's own device; ValueError for int8, int4."""
+    """`minillm.tools.devices.device_and_dtype`, on this rank's own device; ValueError for int8,
+    int4."""
     if dtype in ("int8", "int4"):
         raise ValueError(
             f"dtype is {dtype!r}, and shards are read in float32, float16 or bfloat16; load the "

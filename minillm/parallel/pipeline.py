@@ -7,7 +7,7 @@ that take equally long, a share (p - 1) / (m + p - 1) of the time is idle: the b
 
 A rank's part is a decoder with fewer layers, and its cache holds only those. Three modules connect
 the parts, so the decoder stays as it is: the embedding of the later ranks receives the residual
-stream, the last layer of the earlier ranks sends it, and the head hands the last rank's logits to
+stream, the layers of the earlier ranks send it, and the head hands the last rank's logits to
 all. So generate, speculation and the engine run on every rank alike; with one sequence at a time
 all ranks but one are idle. (With a cut sequence each stage also ends with an all-gather, which only
 the last one needs.) `Stage.generate` keeps several micro-batches under way.
@@ -16,20 +16,21 @@ Not here: drafters that read the target's states, which only the last rank has; 
 
 import copy
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minillm.checks import check_whole
-from minillm.generate import check_request
+from minillm.cache import Cache
 from minillm.kv_cache import KVCache
-from minillm.model import Decoder, Layer
+from minillm.model import Decoder, Layer, Layers
 from minillm.parallel.collectives import Group, patient_group, world_size
 from minillm.parallel.plan import check_size, check_stages, part
 from minillm.parallel.tensor import Sequence, check_matrices, shard
-from minillm.sampling import likeliest
+from minillm.sampling import greedy
+from minillm.tools.checks import check_request, check_whole
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,13 @@ class Stage:
 
     @torch.inference_mode()
     def generate(self, prompts: Tensor, max_new_tokens: int) -> Tensor:
-        """The likeliest continuations (B, max_new_tokens) of prompts (B, T), on every rank.
+        """The greedy continuations (B, max_new_tokens) of prompts (B, T), on every rank.
 
         Each micro-batch has a cache of its own. While one waits for its token to come back from the
         last rank to the first, the others are computed.
         """
         for prompt in prompts.tolist():
-            check_request(self.model, prompt, max_new_tokens, None, ())
+            check_request(self.model.config, prompt, max_new_tokens, ())
         given = list(self._microbatches(prompts))
         room = prompts.shape[1] + max_new_tokens
         caches = [KVCache(self.model, len(rows), room) for rows in given]
@@ -93,7 +94,7 @@ class Stage:
                 hidden = self.model.hidden(given[i], cache)
                 if self._wire.is_last:
                     last = hidden[:, -1:].contiguous()  # else its matrix is read once a sequence
-                    token = likeliest(self.model.head.inner(last))
+                    token = greedy(self.model.head.inner(last))
                     columns[i][:, step : step + 1] = token
                     if step < max_new_tokens - 1:
                         self._wire.send_token(token)
@@ -194,18 +195,23 @@ class Embedded(nn.Module):
         return self.inner(tokens)
 
 
-class Sending(nn.Module):
-    """The last layer of a rank that is not the last: its output goes to the next rank."""
+class SendingLayers(Layers):
+    """The layers of a rank that is not the last: their output goes to the next rank."""
 
-    def __init__(self, layer: Layer, wire: Wire):
-        super().__init__()
-        self.inner, self.config, self._wire = layer, layer.config, wire
+    def __init__(self, layers: Iterable[Layer], wire: Wire):
+        super().__init__(layers)
+        self._wire = wire
 
-    def forward(self, x: Tensor, update: Tensor | None, *rest: object) -> tuple[Tensor, None]:
-        x, update = self.inner(x, update, *rest)
-        x = x + update
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        cache: Cache,
+        faster: bool | None = None,
+    ) -> Tensor:
+        x = super().forward(x, rope, cache, faster)
         self._wire.send(x)
-        return x, None
+        return x
 
 
 class LastLogits(nn.Module):
@@ -261,9 +267,7 @@ def _stage_model(model: Decoder, group: Group, wire: Wire) -> Decoder:
     shared = {id(p): p for p in model.parameters()}
     stage = copy.deepcopy(model, shared)
     layers = [stage.layers[i] for i in mine]
-    if not wire.is_last:
-        layers[-1] = Sending(layers[-1], wire)
-    stage.layers = nn.ModuleList(layers)
+    stage.layers = Layers(layers) if wire.is_last else SendingLayers(layers, wire)
     head = stage.head if wire.is_last else None
     stage.head = LastLogits(head, model.config.vocab_size, wire)
     stage.embed = Embedded(stage.embed, wire) if wire.is_first else Received(stage, wire)

@@ -14,8 +14,8 @@ sum over the ranks, at its end. No tensors here.
 import dataclasses
 from dataclasses import dataclass
 
-from minillm.checks import check_whole
 from minillm.config import ModelConfig
+from minillm.tools.checks import check_whole
 
 
 def part(n: int, size: int, rank: int) -> range:

@@ -6,7 +6,7 @@ Cost: a message of some hundred bytes to every rank before each step.
 
 Requests come to rank 0 alone. Each step's plan goes to the others, which have the same blocks, and
 run the same pass; its collectives are those of the model. So whatever only rank 0 knows, the
-requests, the clock, a drafter's guesses, cannot part the ranks.
+requests, the clock, a drafter's proposals, cannot part the ranks.
 Not here: CUDA graphs, whose replay has no room for collectives over gloo.
 """
 
@@ -14,17 +14,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from minillm.blocks import BlockTable
-from minillm.engine import Engine
-from minillm.engine_config import EngineConfig
 from minillm.model import Decoder
 from minillm.paged import PagedKVCache
 from minillm.parallel.collectives import Group, patient_group
-from minillm.quantized_kv import rows_for
-from minillm.request import Request
-from minillm.scheduler import StepPlan, Work
-from minillm.steps import forward
+from minillm.quantization.kv_cache import storage_for
+from minillm.serving.engine import Engine
+from minillm.serving.engine_config import EngineConfig
+from minillm.serving.model_runner import forward
+from minillm.serving.scheduler import StepPlan
 
 
 def shared_engine(model: Decoder, config: EngineConfig) -> "LeadingEngine | None":
@@ -43,7 +42,7 @@ def shared_engine(model: Decoder, config: EngineConfig) -> "LeadingEngine | None
     """
     if config.cuda_graphs:
         raise ValueError("cuda_graphs is for one rank; leave it off.")
-    if getattr(config.drafter, "uses_states", False):
+    if config.drafter is not None and config.drafter.uses_states:
         raise ValueError(
             f"A {type(config.drafter).__name__} multiplies with the target's own head, of which "
             "each rank has a part; take a drafter that needs only the tokens."
@@ -64,17 +63,13 @@ class LeadingEngine(Engine):
         super().__init__(model, config)
         self._control, self._broken = control, False
 
-    def _forward(self, plan: StepPlan, *rest: Any) -> tuple:
+    def _forward(self, plan: StepPlan) -> tuple[Tensor, list[int], Tensor | None]:
         """Tell the others and compute; RuntimeError after a step that failed here alone."""
         if self._broken:
             raise RuntimeError("A step has failed on this rank alone; start all ranks again.")
-        work = [
-            (w.tokens, w.request.table.blocks, w.request.table.n_tokens, w.n_logits)
-            for w in plan.work
-        ]
         self._broken = True  # unless the pass comes to its end, as the others' will
-        dist.broadcast_object_list([(work, plan.copies)], 0, group=self._control)
-        computed = forward(plan, *rest)
+        dist.broadcast_object_list([(plan.items, plan.copies)], 0, group=self._control)
+        computed = super()._forward(plan)
         self._broken = False
         return computed
 
@@ -89,18 +84,14 @@ class LeadingEngine(Engine):
 
 @torch.inference_mode()
 def _follow(model: Decoder, config: EngineConfig, control: dist.ProcessGroup) -> None:
-    rows = rows_for(config.kv_dtype, None)
+    storage = storage_for(config.kv_dtype)
     cache = PagedKVCache(
-        model, config.n_blocks, config.block_size, backend=config.backend, rows=rows
+        model, config.n_blocks, config.block_size, backend=config.backend, storage=storage
     )
     while True:
         told: list[Any] = [None]
         dist.broadcast_object_list(told, 0, group=control)
         if told[0] is None:
             return
-        work, copies = told[0]
-        plan = StepPlan([], copies)
-        for tokens, blocks, n_tokens, n_logits in work:
-            request = Request(0, [], 1, table=BlockTable(blocks, n_tokens))
-            plan.work.append(Work(request, tokens, n_logits, False))
-        forward(plan, model, cache, None)
+        items, copies = told[0]
+        forward(items, copies, model, cache, None)

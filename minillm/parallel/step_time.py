@@ -18,7 +18,6 @@ takes where they are faster; the way of logits and tokens back to the first stag
 from dataclasses import dataclass
 from typing import Any
 
-from minillm.checks import check_whole
 from minillm.config import ModelConfig
 from minillm.costs import (
     attention_flops,
@@ -29,6 +28,7 @@ from minillm.costs import (
 )
 from minillm.hardware import GB, Hardware, roofline_seconds
 from minillm.parallel.plan import check_size
+from minillm.tools.checks import check_whole
 
 MICROSECOND = 1e-6
 PROTOCOLS = {"LL": (6.6, 0.5, 1.0), "LL128": (14.0, 0.92, 1.0), "Simple": (8.4, 1.0, 3.0)}

@@ -24,11 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minillm.cache import Cache
-from minillm.grid import Grid
 from minillm.model import Decoder, Linear
 from minillm.parallel.collectives import Group, world_size
 from minillm.parallel.plan import Plan, check_size, part
-from minillm.quantized_linear import Float8Linear, Int4Linear, Int8Embedding, Int8Linear
+from minillm.quantization.grid import QuantizedMatrix
+from minillm.quantization.linear import Float8Linear, Int4Linear, Int8Embedding, Int8Linear
 
 Matrix = Linear | Int8Linear | Int4Linear
 
@@ -192,12 +192,13 @@ def cut(matrix: Matrix, rows: list[range] | None, columns: range | None = None) 
 
     bias = None if matrix.bias is None else nn.Parameter(per_row(matrix.bias), requires_grad=False)
     if isinstance(matrix, Int4Linear):
-        grid = matrix.grid()
-        scale, zero = (of(x, grid.group_size) for x in (grid.scale, grid.zero))
-        return Int4Linear(Grid(of(grid.q), scale, zero), bias, _input_columns(matrix, columns))
+        whole = matrix.matrix()
+        scale, zero = (of(x, whole.group_size) for x in (whole.scale, whole.zero))
+        own = QuantizedMatrix(of(whole.q), scale, zero)
+        return Int4Linear(own, bias, _input_scale(matrix, columns))
     if isinstance(matrix, Int8Linear):
-        grid = Grid(of(matrix.weight), per_row(matrix.scale))
-        return type(matrix)(grid, bias, _input_columns(matrix, columns))
+        own = QuantizedMatrix(of(matrix.weight), per_row(matrix.scale))
+        return type(matrix)(own, bias, _input_scale(matrix, columns))
     weight = of(matrix.weight.detach())
     with torch.device("meta"):
         small = Linear(weight.shape[1], weight.shape[0], bias=False)
@@ -205,11 +206,11 @@ def cut(matrix: Matrix, rows: list[range] | None, columns: range | None = None) 
     return small
 
 
-def _input_columns(matrix: Int8Linear | Int4Linear, columns: range | None) -> Tensor | None:
+def _input_scale(matrix: Int8Linear | Int4Linear, columns: range | None) -> Tensor | None:
     """What the inputs are multiplied with first, of those that are left."""
-    if matrix.columns is None or columns is None:
-        return matrix.columns
-    return matrix.columns[columns.start : columns.stop]
+    if matrix.input_scale is None or columns is None:
+        return matrix.input_scale
+    return matrix.input_scale[columns.start : columns.stop]
 
 
 def _embedding(model: Decoder, head: Matrix, plan: Plan) -> nn.Module:

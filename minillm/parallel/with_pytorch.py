@@ -24,10 +24,11 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from minillm.cache import NoCache
-from minillm.checks import check_whole
-from minillm.model import Decoder, Linear, check_plain, replace_linears
+from minillm.layers.per_token import rms_norm
+from minillm.model import Decoder, Layers, Linear, check_plain, replace_linears
 from minillm.parallel.collectives import Group, world_size
 from minillm.parallel.plan import Plan, check_size, check_stages, part
+from minillm.tools.checks import check_whole
 
 
 def dtensor_parallel(model: Decoder) -> Decoder:
@@ -67,7 +68,7 @@ def dtensor_parallel(model: Decoder) -> Decoder:
         layer.config = mine
         layer.out.__class__ = layer.down.__class__ = _Columns
     # A sum may still be under way when its reader starts. PyTorch's operations wait, kernels don't.
-    sharded.fused = False
+    sharded.fast = False
     return sharded
 
 
@@ -119,7 +120,7 @@ class PytorchPipeline:
         part_of = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # shares weights
         part_of.__class__ = _Part
         mine = part(len(model.layers), group.size, group.rank)
-        part_of.layers = nn.ModuleList(part_of.layers[i] for i in mine)
+        part_of.layers = Layers(part_of.layers[i] for i in mine)
         if group.rank > 0:
             part_of.embed = nn.Identity()
         if group.rank < group.size - 1:
@@ -147,13 +148,11 @@ class _Part(Decoder):
 
     def forward(self, x: Tensor) -> Tensor:
         """Ids (B, T) or the residual stream (B, T, C) to that stream, or to logits (B, T, V)."""
-        x, update = self.embed(x), None
-        rope, ops = self._positions(range(x.shape[1])), self._operations(x)
-        for i, layer in enumerate(self.layers):
-            x, update = layer(x, update, i, rope, NoCache(), ops)
+        x = self.embed(x)
+        x = self.layers(x, self._rope(range(x.shape[1])), NoCache(), self.fast)
         if self.head is None:
-            return x + update
-        return self.head(ops.add_rms_norm(x, update, self.norm, self.config.norm_eps)[1])
+            return x
+        return self.head(rms_norm(x, self.norm, self.config.norm_eps))
 
     def check(self, tokens: Tensor, n_microbatches: int) -> None:
         longest = self.config.max_seq_len

@@ -10,12 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from minillm.checks import brief
 from minillm.config import ModelConfig
-from minillm.grid import Grid
 from minillm.model import Decoder, Linear
-from minillm.quantize import on_grid, weights_only, with_modules
-from minillm.quantized_linear import QuantizedLinear
+from minillm.quantization.grid import QuantizedMatrix
+from minillm.quantization.linear import QuantizedLinear
+from minillm.quantization.quantize import on_grid, weights_only, with_modules
+from minillm.tools.checks import brief
 
 SLICE_BYTES = 16 << 20
 
@@ -38,7 +38,7 @@ class Checkpoint(Protocol):
         """
         ...
 
-    def grid(self, name: str) -> Grid | None:
+    def grid(self, name: str) -> QuantizedMatrix | None:
         """A matrix in the file's own 4 bits, or None if the file stores it otherwise."""
         ...
 
@@ -148,7 +148,7 @@ def _matrix(
                 _check_finite(checkpoint, name, part.scale)
                 _check_finite(checkpoint, name, part.zero)
             fields = ([getattr(part, field) for part in own] for field in ("q", "scale", "zero"))
-            own_grid = Grid(*(torch.cat(field).to(device) for field in fields))
+            own_grid = QuantizedMatrix(*(torch.cat(field).to(device) for field in fields))
             return weights_only(own_grid, linear.bias)
     weight = torch.empty(linear.weight.shape)
     fill(checkpoint, weight, parts)

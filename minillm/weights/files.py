@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from minillm.checks import brief
+from minillm.tools.checks import brief
 
 MEGABYTE = 1_000_000
 PATH = 300

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.checks import brief
 from minillm.config import ModelConfig
-from minillm.grid import Grid
+from minillm.hf_config import from_hf
+from minillm.quantization.grid import QuantizedMatrix
+from minillm.tools.checks import brief
 from minillm.weights.build import SLICE_BYTES
 from minillm.weights.gguf_header import read_gguf
 
@@ -82,7 +83,7 @@ class GGUFCheckpoint:
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "attention_bias": arch == "llama" and "blk.0.attn_q.bias" in self._tensors,
         }
-        config = ModelConfig.from_hf(raw, name=self.path.stem)
+        config = from_hf(raw, name=self.path.stem)
         rotated = get("rope.dimension_count", config.d_head)
         if rotated != config.d_head:
             raise ValueError(
@@ -130,7 +131,7 @@ class GGUFCheckpoint:
         kind = GGMLQuantizationType[t.type]
         return torch.from_numpy(quants.dequantize(data.reshape(n_rows, row_bytes), kind))
 
-    def grid(self, name: str) -> Grid | None:
+    def grid(self, name: str) -> QuantizedMatrix | None:
         """A matrix in Q4_0 or Q4_1 as it lies in the file: 32 numbers of 4 bits with their scale.
 
         A block is a scale d in float16, in Q4_1 a least number m, and 16 bytes: number j in the low
@@ -148,7 +149,7 @@ class GGUFCheckpoint:
         q, scale = torch.cat((low, high), -1).flatten(1), numbers[..., 0]
         zero = torch.zeros_like(scale) if header == 2 else numbers[..., 1] + 8 * scale
         rows = (q, scale.bfloat16(), zero.bfloat16())
-        return Grid(*(self._unpermuted(name, x) for x in rows))
+        return QuantizedMatrix(*(self._unpermuted(name, x) for x in rows))
 
     def _unpermuted(self, name: str, rows: Tensor) -> Tensor:
         """Whole heads of q or k in Hugging Face's order; anything else as it is.

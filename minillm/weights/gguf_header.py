@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from minillm.checks import brief
+from minillm.tools.checks import brief
 
 TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0")
 _STRING, _LIST = 8, 9

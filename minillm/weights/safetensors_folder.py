@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from minillm.checks import brief
-from minillm.config import ModelConfig
+from minillm.hf_config import from_hf
+from minillm.tools.checks import brief
 from minillm.weights.build import SLICE_BYTES
 from minillm.weights.files import MEGABYTE, PATH, check_file, read_json
 
@@ -28,7 +28,7 @@ class SafetensorsFolder:
 
         self.label, self._open = str(folder), safe_open
         raw = read_json(folder / "config.json")
-        self.config = ModelConfig.from_hf(raw, name=folder.resolve().name)
+        self.config = from_hf(raw, name=folder.resolve().name)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._path: dict[str, Path] = {}
         self._files: dict[Path, Any] = {}  # open now

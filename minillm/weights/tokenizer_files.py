@@ -10,8 +10,8 @@ from typing import Any
 
 import regex  # of tiktoken's dependencies: the syntax of its patterns
 
-from minillm.checks import brief
 from minillm.tokenizer import SAMPLE, Tokenizer
+from minillm.tools.checks import brief
 from minillm.weights.files import MEGABYTE, read_json, read_text
 
 # How text is cut before merging: GPT-2's pattern (Radford et al. 2019), and its descendants.

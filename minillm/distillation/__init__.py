@@ -1,0 +1,1 @@
+"""A small model that learns a large one's habits."""

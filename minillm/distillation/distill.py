@@ -1,0 +1,114 @@
+"""Distillation: a small model learns a large one's habits.
+
+Sources: Hinton et al. 2015, section 2 (soft targets, temperature); Kim and Rush 2016, section 3.2
+(learning from text that the teacher wrote); Romero et al. 2015 (FitNets: inner activations too).
+Cost: a forward pass of the teacher and three of the student for each token.
+
+A text says which token came. A teacher says how likely each of all tokens was: that "cat" could
+have been "dog" but not "of". With p and q the teacher's and the student's distributions, both
+softened by a temperature T,
+
+    loss = α · cross entropy of the text + (1 - α) · T² · KL(p ‖ q) + states · mean (h_t - h_s)²
+
+T² keeps the gradients of the soft targets as large as at T = 1; h are the last normalized states.
+`python -m minillm.distillation` is the command that trained the packaged student.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minillm.model import Decoder
+from minillm.tools.checks import brief
+from minillm.training import fit
+
+
+def distillation_loss(
+    teacher: Decoder,
+    student: Decoder,
+    *,
+    alpha: float,
+    temperature: float,
+    states: float = 0.0,
+    remember: bool = False,
+) -> Callable[[Tensor], Tensor]:
+    """The loss above as a function of a batch of token ids (B, T), T at least 2.
+
+    remember: keep the teacher's states of every batch, in bfloat16, for the next time it comes:
+    2 C bytes a token.
+    """
+    known: dict[bytes, Tensor] = {}
+
+    def teacher_states(row: Tensor) -> Tensor:
+        if not remember:
+            return teacher.hidden(row)
+        key = row.cpu().numpy().tobytes()
+        if key not in known:
+            known[key] = teacher.hidden(row).bfloat16()
+        return known[key].to(teacher.dtype)
+
+    def loss(tokens: Tensor) -> Tensor:
+        inputs, targets = tokens[:, :-1], tokens[:, 1:].flatten()
+        mine = student.hidden(inputs)
+        logits = student.head(mine).flatten(0, 1).float()  # (B (T - 1), V)
+        total = alpha * F.cross_entropy(logits, targets) if alpha else logits.new_zeros(())
+        if alpha < 1 or states:
+            with torch.no_grad():
+                theirs = teacher_states(inputs)
+                soft = (teacher.head(theirs).flatten(0, 1).float() / temperature).softmax(-1)
+            if alpha < 1:
+                q = (logits / temperature).log_softmax(-1)
+                kl = F.kl_div(q, soft, reduction="batchmean")
+                total = total + (1 - alpha) * temperature**2 * kl
+            if states:
+                total = total + states * F.mse_loss(mine.float(), theirs.float())
+        return total
+
+    return loss
+
+
+def distill(
+    teacher: Decoder,
+    student: Decoder,
+    batches: Iterable[Tensor],
+    *,
+    alpha: float,
+    temperature: float,
+    lr: float | Callable[[int], float],
+    states: float = 0.0,
+    checkpoint: Path | None = None,
+    total: int | None = None,
+    autocast: bool = False,
+    remember: bool = False,
+) -> list[float]:
+    """Train `student` in place on batches of token ids (B, T); returns the loss before each step.
+
+    alpha: the share of the text's own loss, from 0 to 1. temperature above 0. states: the weight of
+    the difference of the last states, for models of equal width. What the student shares with the
+    teacher stays as it is. remember: as in `distillation_loss`. The rest as in `training.fit`.
+    """
+    for name, value, least, most in (
+        ("alpha", alpha, 0, 1), ("temperature", temperature, 1e-3, 1e3), ("states", states, 0, 1e6)
+    ):  # fmt: skip
+        if type(value) not in (int, float) or not least <= value <= most:
+            raise ValueError(f"{name} is {brief(value)}; give a number from {least} to {most}.")
+    if student.config.vocab_size != teacher.config.vocab_size:
+        raise ValueError(
+            f"The student has {student.config.vocab_size} token ids and the teacher "
+            f"{teacher.config.vocab_size}; both must have the same vocabulary."
+        )
+    if states and student.config.d_model != teacher.config.d_model:
+        raise ValueError(
+            f"The student is {student.config.d_model} wide and the teacher "
+            f"{teacher.config.d_model}; leave states at 0."
+        )
+    theirs = {id(p) for p in teacher.parameters()}
+    learned = [p for p in student.parameters() if id(p) not in theirs]
+    loss = distillation_loss(
+        teacher, student, alpha=alpha, temperature=temperature, states=states, remember=remember
+    )
+    options = {"checkpoint": checkpoint, "total": total, "autocast": autocast}
+    return fit(student, learned, batches, loss, lr=lr, **options)

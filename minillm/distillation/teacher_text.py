@@ -1,0 +1,161 @@
+"""Text that a teacher wrote: what a student that drafts for it has to guess.
+
+Sources: Kim and Rush 2016, section 3.2 (sequence-level distillation); Xu et al. 2024 (Magpie): a
+chat model that is given the beginning of a user's turn, and nothing more, writes the question too.
+Cost: a decode step of the teacher for each token; the batched engine shares it among 64 requests.
+"""
+
+import random
+import sysconfig
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from tqdm import tqdm
+
+from minillm.model import Decoder
+from minillm.sampling import Sampling
+from minillm.serving.engine import Engine
+from minillm.serving.engine_config import EngineConfig
+from minillm.tokenizer import Tokenizer
+from minillm.tools.checks import check_whole
+from minillm.training import save_whole
+
+AT_ONCE = 64
+"""Requests in a batch."""
+
+
+class Conversation(NamedTuple):
+    """Token ids: all up to the answer, and the answer, with its stop token if it came in time."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+def teacher_text(
+    teacher: Decoder,
+    prompts: Sequence[Sequence[int]],
+    n_new: int,
+    *,
+    temperature: float = 1.0,
+    top_p: float | None = None,
+    stop_ids: Iterable[int] = (),
+    seed: int = 0,
+    cache: Path | None = None,
+) -> list[list[int]]:
+    """Each prompt with the teacher's own continuation, of at most n_new tokens.
+
+    Sampled by the batched engine, request i with seed + i. cache: a .safetensors file that is read
+    if it is there, and written otherwise. ValueError for no prompts, for a cache made of other
+    prompts or with other settings, and for a teacher that fails.
+    """
+    if not prompts:
+        raise ValueError("prompts is empty; give at least one.")
+    stops = list(stop_ids)
+    asked = {"n_new": n_new, "temperature": temperature, "top_p": top_p, "stop": stops}
+    settings = {name: str(value) for name, value in (asked | {"seed": seed}).items()}
+    if cache is not None and cache.exists():
+        return _cached(cache, prompts, settings)
+    longest = max(map(len, prompts)) + n_new
+    at_once = min(AT_ONCE, len(prompts))
+    config = EngineConfig(n_blocks=at_once * -(-longest // 16) + 1, max_seqs=at_once)
+    engine = Engine(teacher, config)
+    numbers = [
+        engine.submit(p, n_new, sampling=Sampling(temperature, None, top_p, seed + i),
+                      stop_ids=stops)
+        for i, p in enumerate(prompts)
+    ]  # fmt: skip
+    done = engine.run()
+    if errors := [done[n].error for n in numbers if done[n].error]:
+        raise ValueError(f"The teacher failed at {len(errors)} prompts: {errors[0]}")
+    texts = [[*p, *done[n].tokens] for p, n in zip(prompts, numbers, strict=True)]
+    if cache is not None:
+        ids = torch.tensor([i for text in texts for i in text], dtype=torch.int32)
+        lengths = torch.tensor([len(text) for text in texts])
+        save_whole({"ids": ids, "lengths": lengths}, cache, settings)
+    return texts
+
+
+def _cached(
+    path: Path, prompts: Sequence[Sequence[int]], settings: dict[str, str]
+) -> list[list[int]]:
+    with safe_open(path, "pt") as file:
+        stored = {name: file.get_tensor(name) for name in ("ids", "lengths")}
+        same = file.metadata() == settings
+    texts = [row.tolist() for row in stored["ids"].split(stored["lengths"].tolist())]
+    begin = len(texts) == len(prompts) and all(
+        text[: len(p)] == list(p) for text, p in zip(texts, prompts, strict=True)
+    )
+    if not (same and begin):
+        raise ValueError(f"{path} was made of other prompts or with other settings; delete it.")
+    return texts
+
+
+def conversations(
+    teacher: Decoder,
+    tokenizer: Tokenizer,
+    n: int,
+    *,
+    question: int = 64,
+    answer: int = 200,
+    seed: int = 0,
+    cache: Path | None = None,
+) -> list[Conversation]:
+    """At most n conversations of one question and one answer, both written by the teacher.
+
+    question, answer: tokens at most. A question that does not end in time is dropped, about every
+    third. cache: a folder, in which each batch is kept, so that it can go on after an interrupt.
+    """
+    check_whole("n", n)
+    marker = tokenizer.encode("?")
+    chat = tokenizer.chat([{"role": "user", "content": "?"}])
+    at = chat.index(marker[0])
+    before, after, stop = chat[:at], chat[at + 1 :], tokenizer.stop_ids
+    found: list[Conversation] = []
+    for start in tqdm(range(0, n, AT_ONCE * 4), desc="conversations", disable=cache is None):
+        count = min(AT_ONCE * 4, n - start)
+        files = [cache and cache / f"{kind}-{start}.safetensors" for kind in ("asked", "answered")]
+        asked = teacher_text(
+            teacher, [before] * count, question, top_p=0.95, stop_ids=stop, seed=seed + start,
+            cache=files[0],
+        )  # fmt: skip
+        # `after` begins with the stop token that ends the question.
+        whole = [text[:-1] + after for text in asked if text[-1] in stop]
+        if whole:
+            texts = teacher_text(
+                teacher, whole, answer, temperature=0.7, stop_ids=stop, seed=seed + start,
+                cache=files[1],
+            )  # fmt: skip
+            pairs = zip(whole, texts, strict=True)
+            found += [Conversation(prompt, text[len(prompt) :]) for prompt, text in pairs]
+    return found
+
+
+def library_text() -> str:
+    """The source of Python's standard library: code and prose that every machine has."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return "".join(
+        path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.py"))
+    )
+
+
+def continued_code(
+    teacher: Decoder,
+    tokenizer: Tokenizer,
+    n: int,
+    *,
+    given: int = 48,
+    n_new: int = 128,
+    seed: int = 0,
+    cache: Path | None = None,
+) -> list[list[int]]:
+    """n pieces of the standard library, of `given` tokens each, and what the teacher adds."""
+    lines, stream = library_text().splitlines(keepends=True), random.Random(seed)
+    starts = [stream.randrange(len(lines) - given) for _ in range(n)]
+    prompts = [tokenizer.encode("".join(lines[i : i + given]))[:given] for i in starts]
+    return teacher_text(
+        teacher, prompts, n_new, temperature=0.7, stop_ids=tokenizer.stop_ids, seed=seed,
+        cache=cache and cache / "code.safetensors",
+    )  # fmt: skip

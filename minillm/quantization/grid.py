@@ -1,0 +1,108 @@
+"""The grid: real numbers as whole ones with a scale, and two 4-bit numbers in a byte.
+
+Sources: Dettmers et al. 2022 (LLM.int8()), section 2 (absmax and zero-point quantization); the
+block formats Q4_0 and Q4_1 of ggml.
+Cost: int8 stores a scale for each row. int4 stores a scale and a zero for each group of numbers in
+a row: with groups of 32, 32 bits on top of 128, so 5 bits a number.
+
+    int8   w ≈ scale · q                    q from -127 to 127, one scale a row
+    int4   w ≈ scale · (q - 8) + zero       q from 0 to 15, scale and zero for each group
+
+Scales and zeros are rounded to bfloat16 first, since that is what the products read them in; the
+whole numbers are then the best ones for the rounded scale, and nothing is lost twice.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GROUP_SIZES = (32, 64, 128)
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """A matrix (N, K) on its grid: q (N, K) int8 or float8, or uint8 for 4 bits.
+
+    scale (N,) for 8 bits; scale and zero (N, K / group) for int4, where zero is not None.
+    """
+
+    q: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+
+    @property
+    def group_size(self) -> int:
+        """Numbers in a row that share a scale."""
+        return self.q.shape[1] // (self.scale.shape[1] if self.zero is not None else 1)
+
+    def dequantized(self) -> Tensor:
+        """The matrix (N, K) that the grid stands for, in float32."""
+        if self.zero is None:
+            return self.q.float() * self.scale.float()[:, None]
+        grouped = self.q.float().unflatten(1, (-1, self.group_size)) - 8
+        return (grouped * self.scale.float()[..., None] + self.zero.float()[..., None]).flatten(1)
+
+
+def to_int8(weight: Tensor) -> QuantizedMatrix:
+    """Symmetric, one scale a row: the largest magnitude becomes 127."""
+    w = weight.float()
+    scale = _rounded(w.abs().amax(1) / 127)
+    q = (w / divisor(scale)[:, None]).round().clamp(-127, 127)
+    return QuantizedMatrix(q.to(torch.int8), scale)
+
+
+def to_float8(weight: Tensor) -> QuantizedMatrix:
+    """One scale a row: the largest magnitude becomes 448, the largest number of e4m3."""
+    w = weight.float()
+    scale = _rounded(w.abs().amax(1) / 448)
+    q = (w / divisor(scale)[:, None]).clamp(-448, 448)
+    return QuantizedMatrix(q.to(torch.float8_e4m3fn), scale)
+
+
+def to_int4(
+    weight: Tensor, group_size: int, *, symmetric: bool = False, bits: int = 4
+) -> QuantizedMatrix:
+    """In groups: the 16 steps reach from the least to the largest, or ±7 around 0 if symmetric.
+
+    bits: with 3 or 2 only 8 or 4 of the steps are used (7 or 3 if symmetric), and stored in 4 bits
+    all the same.
+    """
+    w = weight.float().unflatten(1, (-1, group_size))  # (N, groups, group_size)
+    scale, zero, least, most = int4_steps(w, symmetric=symmetric, bits=bits)
+    q = ((w - zero.float()[..., None]) / divisor(scale)[..., None]).round() + 8
+    return QuantizedMatrix(q.clamp(least, most).flatten(1).to(torch.uint8), scale, zero)
+
+
+def int4_steps(w: Tensor, *, symmetric: bool, bits: int) -> tuple[Tensor, Tensor, int, int]:
+    """For groups w (…, group_size): scale and zero (…) in bfloat16, the least and the most q."""
+    if symmetric:
+        steps = 2 ** (bits - 1) - 1
+        scale = _rounded(w.abs().amax(-1) / steps)
+        return scale, torch.zeros_like(scale), 8 - steps, 8 + steps
+    low, high = w.amin(-1), w.amax(-1)
+    scale = _rounded((high - low) / (2**bits - 1))
+    return scale, _rounded(low + 8 * scale.float()), 0, 2**bits - 1
+
+
+def pack(q: Tensor) -> Tensor:
+    """4-bit numbers (…, K) as bytes (…, K / 2): number 2j in the low half of byte j, 2j + 1 above.
+
+    K is even.
+    """
+    return q[..., ::2] | q[..., 1::2] << 4
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """`pack` undone: bytes (…, K / 2) to numbers (…, K) from 0 to 15."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def _rounded(scale: Tensor) -> Tensor:
+    return scale.to(torch.bfloat16)
+
+
+def divisor(scale: Tensor) -> Tensor:
+    """The scale in float32, or 1 where all numbers are equal and nothing has to be divided."""
+    scale = scale.float()
+    return torch.where(scale > 0, scale, torch.ones_like(scale))

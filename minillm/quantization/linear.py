@@ -1,0 +1,234 @@
+"""Matrices in 8 or 4 bits, multiplied as they are stored: the modules that replace a Linear.
+
+Sources: Dettmers et al. 2022 (LLM.int8()), section 3.1; Micikevicius et al. 2022 (FP8 formats for
+deep learning), section 3, for e4m3.
+Cost: a product with few rows reads the matrix once, so its bytes are its time. Activations stay in
+bfloat16, and no chip multiplies 8-bit whole numbers with 16-bit floats: the numbers are turned into
+bfloat16 in registers, on their way into the product.
+
+    Int8Linear     one byte a number, one scale a row
+    Float8Linear   the same with 8-bit floats: 4 bits of exponent, 3 of mantissa
+    Int4Linear     two numbers a byte, a scale and a zero for each group
+
+On a CPU the products are PyTorch's. They are fast for a few rows of bfloat16, and a hundred times
+slower with float32, which is therefore refused. On a GPU `kernels/few_rows.py` multiplies up to 64
+rows; more are multiplied in 16 bits.
+`minillm.quantization.w8a8` rounds the activations as well.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minillm.kernels.availability import on_device_of, why_not_here
+from minillm.quantization import grid
+from minillm.quantization.grid import QuantizedMatrix
+
+MOST_ROWS = 16
+"""On a CPU, with more rows than this an int8 matrix is multiplied in bfloat16."""
+
+
+class QuantizedLinear(nn.Module, ABC):
+    """(x · input_scale) Wᵀ + bias for W (N, K) on a grid. Made for the device that the grid is on.
+
+    input_scale (K,): what each column of x is multiplied with first, if anything.
+    """
+
+    stored: str  # in words
+    input_scale: Tensor | None
+
+    def __init__(
+        self, matrix: QuantizedMatrix, bias: Tensor | None = None, input_scale: Tensor | None = None
+    ):
+        super().__init__()
+        self.out_features, self.in_features = matrix.q.shape
+        bias = None if bias is None else bias.detach().bfloat16()
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        if input_scale is None:
+            self.input_scale = None
+        else:
+            self.register_buffer("input_scale", input_scale.bfloat16())
+
+    @abstractmethod
+    def dequantized(self) -> Tensor:
+        """The matrix (N, K) that is computed with, in float32."""
+
+    @abstractmethod
+    def product(self, x: Tensor) -> Tensor:
+        """x (M, K) bfloat16 to (M, N)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.bfloat16:
+            raise TypeError(
+                f"A quantized model computes in bfloat16, and got {x.dtype}; leave its dtype as it "
+                "is."
+            )
+        shape = x.shape
+        if self.input_scale is not None:
+            x = x * self.input_scale
+        x = x.reshape(-1, shape[-1]).contiguous()  # as the kernels read it
+        if x.is_cuda:
+            with on_device_of(x):
+                out = self.product(x)
+        else:  # without a context, which costs as much as a small operation
+            out = self.product(x)
+        if self.bias is not None:
+            out += self.bias
+        return out.view(*shape[:-1], self.out_features)
+
+    __call__ = forward  # without the hooks of nn.Module: looking for them costs 2% of a 4-bit step
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
+        found = fn(self.weight)
+        if (found.device, found.dtype) != (self.weight.device, self.weight.dtype):
+            raise ValueError(
+                f"A quantized model stays on the device and in the dtype that it was made for, "
+                f"{self.weight.device} here; quantize the original there."
+            )
+        return self
+
+    def few_rows(self, x: Tensor) -> bool:
+        """Whether the Triton kernel takes this product."""
+        if not x.is_cuda or why_not_here(x, "few_rows", "") is not None:
+            return False
+        from minillm.kernels.few_rows import MAX_ROWS
+
+        return len(x) <= MAX_ROWS
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy at a multiple of 64 bytes: PyTorch's int8 product crashes at odd addresses.
+
+    So do rows that are no multiple of 16 numbers. A file's tensors lie anywhere.
+    """
+    return x if x.data_ptr() % 64 == 0 else x.clone()
+
+
+class Int8Linear(QuantizedLinear):
+    """One byte a number, one scale a row."""
+
+    stored = "int8 weights"
+
+    def __init__(
+        self, matrix: QuantizedMatrix, bias: Tensor | None = None, input_scale: Tensor | None = None
+    ):
+        super().__init__(matrix, bias, input_scale)
+        self.register_buffer("weight", _aligned(matrix.q))
+        self.register_buffer("scale", matrix.scale)
+
+    def dequantized(self) -> Tensor:
+        return QuantizedMatrix(self.weight, self.scale).dequantized()
+
+    def product(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and len(x) <= MOST_ROWS and self.in_features % 16 == 0:
+            return torch._weight_int8pack_mm(_aligned(x), self.weight, self.scale)
+        if self.few_rows(x):
+            from minillm.kernels.few_rows import few_rows_linear
+
+            return few_rows_linear(x, self.weight, self.scale)
+        return self.in_16_bits(x)
+
+    def in_16_bits(self, x: Tensor) -> Tensor:
+        """The product after a copy of the matrix in bfloat16 has been made."""
+        return F.linear(x, self.weight.to(x.dtype)) * self.scale
+
+
+class Float8Linear(Int8Linear):
+    """One 8-bit float (e4m3) a number, one scale a row. On a CPU it saves memory, not time."""
+
+    stored = "float8 weights"
+
+    def product(self, x: Tensor) -> Tensor:
+        if self.few_rows(x) and torch.cuda.get_device_capability(x.device) >= (8, 9):
+            return super().product(x)
+        return self.in_16_bits(x)
+
+
+class Int4Linear(QuantizedLinear):
+    """Two numbers a byte, a scale and a zero for each group."""
+
+    stored = "int4 weights, int8 head"
+
+    def __init__(
+        self, matrix: QuantizedMatrix, bias: Tensor | None = None, input_scale: Tensor | None = None
+    ):
+        super().__init__(matrix, bias, input_scale)
+        assert matrix.zero is not None
+        if matrix.q.device.type == "cpu" and len(matrix.q) % 16:
+            raise ValueError(
+                f"A matrix of {len(matrix.q)} rows cannot be multiplied in 4 bits on a CPU, where "
+                "rows come in sixteens; use int8."
+            )
+        self.group_size = matrix.group_size
+        if matrix.q.device.type == "cpu":  # in the order in which PyTorch's product reads them
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(matrix.q.int(), 1)
+            self.register_buffer("weight", packed)
+            both = torch.stack((matrix.scale, matrix.zero), -1)  # (N, K / group, 2)
+            self.register_buffer("scale_zero", both.transpose(0, 1).contiguous())
+            # Looking a buffer up costs a microsecond, and a step has 120 products.
+            self._operands = self.weight, self.group_size, self.scale_zero
+        else:
+            self.register_buffer("weight", grid.pack(matrix.q))
+            self.register_buffer("scale", matrix.scale)
+            self.register_buffer("zero", matrix.zero)
+
+    def dequantized(self) -> Tensor:
+        if self.weight.device.type == "cpu":
+            # A product with the identity gives each number once, and nothing is rounded but it.
+            eye = torch.eye(self.in_features, dtype=torch.bfloat16)
+            return self.product(eye).T.float()
+        return QuantizedMatrix(grid.unpack(self.weight), self.scale, self.zero).dequantized()
+
+    def matrix(self) -> QuantizedMatrix:
+        """The numbers as they are stored, exactly."""
+        if self.weight.device.type != "cpu":
+            return QuantizedMatrix(grid.unpack(self.weight), self.scale, self.zero)
+        scale, zero = self.scale_zero.transpose(0, 1).unbind(-1)
+        q = torch.empty(self.out_features * self.in_features, dtype=torch.uint8)
+        q[_packed_order(self.out_features, self.in_features)] = _nibbles(self.weight)
+        return QuantizedMatrix(q.view(self.out_features, -1), scale.contiguous(), zero.contiguous())
+
+    def product(self, x: Tensor) -> Tensor:
+        if not x.is_cuda:
+            return torch._weight_int4pack_mm_for_cpu(x, *self._operands)
+        if self.few_rows(x):
+            from minillm.kernels.few_rows import few_rows_linear
+
+            return few_rows_linear(x, self.weight, self.scale, self.zero)
+        return F.linear(x, self.dequantized().to(x.dtype))
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    return grid.unpack(packed.flatten())
+
+
+@lru_cache(maxsize=8)
+def _packed_order(N: int, K: int) -> Tensor:
+    """Which number of a matrix (N, K) PyTorch stores in each place of its packed form.
+
+    The order differs between CPUs, so it is found out: numbers are packed that spell their place,
+    a digit of 4 bits at a time.
+    """
+    place = torch.arange(N * K)
+    found = torch.zeros_like(place)
+    for shift in range(0, (N * K - 1).bit_length(), 4):
+        digits = (place >> shift & 15).view(N, K).int()
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(digits, 1)
+        found |= _nibbles(packed).long() << shift
+    return found
+
+
+class Int8Embedding(nn.Module):
+    """Rows of an int8 head, looked up: tied, as the model had them."""
+
+    def __init__(self, head: Int8Linear):
+        super().__init__()
+        self.register_buffer("weight", head.weight)
+        self.register_buffer("scale", head.scale)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.weight[tokens].to(self.scale.dtype) * self.scale[tokens][..., None]

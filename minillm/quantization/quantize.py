@@ -1,0 +1,207 @@
+"""Quantization: a model whose matrices are stored in 8 or 4 bits and computed from as they are.
+
+Sources: Dettmers et al. 2022 (LLM.int8()), sections 2 and 3; Frantar et al. 2022 (GPTQ), section 5,
+for groups.
+Cost: decode reads the weights once a token, so a quarter of the bytes is up to four times the
+tokens per second. What is lost by rounding is in `minillm.quantization.grid`, how the small form is
+multiplied in `minillm.quantization.linear`.
+
+    int8          weights only, one scale a row
+    fp8           the same with 8-bit floats
+    int4          weights only, groups of 32, 64 or 128 numbers with a scale and a zero
+    gptq          the same grid, its errors made up for by the columns after (`minillm.gptq`)
+    awq           the same grid, with the columns that matter enlarged before (`minillm.awq`)
+    w8a8          int8 weights and activations (`minillm.quantization.w8a8`)
+    llm_int8      w8a8 with the activations' outliers in bfloat16
+    smoothquant   w8a8 with some of the activations' range moved to the weights
+
+The head is always int8, weights only: its rows decide between tokens, and a vocabulary is a large
+part of a small model. An embedding tied to it shares its int8 rows, and is looked up from them.
+Norms and an embedding of its own stay in bfloat16, as do the sums between the matrices.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from minillm.model import Decoder, Linear, check_plain, replace_linears
+from minillm.quantization import grid
+from minillm.quantization.awq import awq
+from minillm.quantization.calibration import Inputs, collect
+from minillm.quantization.gptq import gptq
+from minillm.quantization.grid import GROUP_SIZES, QuantizedMatrix
+from minillm.quantization.linear import (
+    Float8Linear,
+    Int4Linear,
+    Int8Embedding,
+    Int8Linear,
+    QuantizedLinear,
+)
+from minillm.quantization.w8a8 import PER, THRESHOLD, OutlierLinear, W8A8Linear, smoothing
+from minillm.tools.checks import brief
+
+_GROUPED = ("group_size", "symmetric", "bits")
+SCHEMES = {
+    "int8": (), "fp8": (), "int4": _GROUPED, "gptq": (*_GROUPED, "calibration"),
+    "awq": (*_GROUPED, "calibration"), "w8a8": ("per",), "llm_int8": ("threshold", "calibration"),
+    "smoothquant": ("alpha", "per", "calibration"),
+}  # fmt: skip
+"""Each with its options."""
+_CALIBRATED = ("gptq", "awq", "smoothquant")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of a scheme, see `quantize`."""
+
+    group_size: int = 32
+    symmetric: bool = False
+    bits: int = 4
+    per: str = "token"
+    threshold: float = THRESHOLD
+    alpha: float = 0.5
+    calibration: Tensor | Iterable[Tensor] | None = None
+
+
+def quantize(model: Decoder, scheme: str, **options: Any) -> Decoder:
+    """A new model with its matrices stored in fewer bits; `model` is untouched.
+
+    scheme and its options:
+    int4, gptq, awq: group_size, 32, 64 or 128; symmetric, whether the grid is centred on 0; bits, 2
+    to 4, of the 4 that are stored.
+    w8a8, smoothquant: per, "token" or "tensor": what shares a scale of the activations. With
+    "tensor" a token's result depends on what is computed beside it, later tokens included.
+    smoothquant: alpha, from 0 to 1, how much of the activations' range moves to the weights.
+    llm_int8: threshold, the magnitude of an outlier.
+    gptq, awq and smoothquant need calibration: a batch of token ids, a tensor (B, T), or several.
+    llm_int8 may have it: outlier columns are then known, and their weights stored in bfloat16.
+    Raises ValueError for an unknown scheme or option, a group size that does not divide a matrix's
+    columns, missing calibration, numbers that are not finite, a model with other matrices, and rows
+    that are no multiple of 16, which 4 bits on a CPU need.
+    """
+    given = _checked(scheme, options)
+    check_plain(model, "quantize")
+    inputs: dict[str, Inputs] = {}
+    if given.calibration is not None:
+        inputs = collect(model, given.calibration, moments=scheme in ("gptq", "awq"))
+    return with_modules(
+        model, lambda name, linear: _module(scheme, given, name, linear, inputs.get(name))
+    )
+
+
+def _module(
+    scheme: str, given: Options, name: str, linear: Linear, inputs: Inputs | None
+) -> QuantizedLinear:
+    weight, bias = linear.weight.detach(), linear.bias
+    if scheme in ("int8", "int4") or name == "head":
+        return weights_only(on_grid(name, weight, scheme, given), bias)
+    if scheme == "fp8":
+        return Float8Linear(grid.to_float8(weight), bias)
+    if scheme == "w8a8":
+        return W8A8Linear(grid.to_int8(weight), bias, per=given.per)
+    if scheme == "llm_int8" and inputs is None:
+        return OutlierLinear(grid.to_int8(weight), bias, threshold=given.threshold)
+    assert inputs is not None
+    if scheme == "llm_int8":
+        return OutlierLinear.with_known(weight, bias, inputs, given.threshold)
+    if scheme == "smoothquant":
+        input_scale = smoothing(weight, inputs, given.alpha)
+        return W8A8Linear(
+            grid.to_int8(weight / input_scale.float()), bias, input_scale, per=given.per
+        )
+    check_groups(name, weight, given.group_size)
+    options = {"bits": given.bits, "symmetric": given.symmetric}
+    if scheme == "gptq":
+        return Int4Linear(gptq(weight, inputs.moments, given.group_size, **options), bias)
+    scaled, input_scale = awq(weight, inputs, given.group_size, **options)
+    return Int4Linear(scaled, bias, input_scale)
+
+
+def _checked(scheme: str, options: dict[str, Any]) -> Options:
+    if not isinstance(scheme, str) or scheme not in SCHEMES:
+        raise ValueError(f"scheme is {brief(scheme)}; choose one of {', '.join(SCHEMES)}.")
+    for name in options:
+        if name not in SCHEMES[scheme]:
+            known = ", ".join(SCHEMES[scheme]) or "none"
+            raise ValueError(f"Scheme {scheme} has no option {name}; it has {known}.")
+    given = Options(**options)
+    if type(given.group_size) is not int or given.group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size is {brief(given.group_size)}; choose one of 32, 64 and 128.")
+    if type(given.bits) is not int or given.bits not in (2, 3, 4):
+        raise ValueError(f"bits is {brief(given.bits)}; choose 2, 3 or 4.")
+    if type(given.symmetric) is not bool:
+        raise ValueError(f"symmetric is {brief(given.symmetric)}; choose True or False.")
+    if given.per not in PER:
+        raise ValueError(f"per is {brief(given.per)}; choose {' or '.join(PER)}.")
+    for name, least, most in (("alpha", 0, 1), ("threshold", 0, float("inf"))):
+        value = getattr(given, name)
+        if type(value) not in (int, float) or not least <= value <= most:
+            raise ValueError(f"{name} is {brief(value)}; choose a number from {least} to {most}.")
+    if scheme in _CALIBRATED and given.calibration is None:
+        raise ValueError(
+            f"Scheme {scheme} needs calibration: batches of token ids, tensors (B, T)."
+        )
+    return given
+
+
+def check_groups(name: str, weight: Tensor, group_size: int) -> None:
+    """ValueError if groups of so many don't divide the columns of a matrix (N, K)."""
+    if weight.shape[1] % group_size:
+        raise ValueError(
+            f"{name} has {weight.shape[1]} columns, which groups of {group_size} do not divide; "
+            "choose a smaller group_size."
+        )
+
+
+def on_grid(
+    name: str, weight: Tensor, scheme: str, options: Options | None = None
+) -> QuantizedMatrix:
+    """A matrix (N, K) of that name, rounded; ValueError if groups don't divide K."""
+    options = options or Options()
+    if scheme == "int8" or name == "head":
+        return grid.to_int8(weight)
+    check_groups(name, weight, options.group_size)
+    return grid.to_int4(weight, options.group_size, symmetric=options.symmetric, bits=options.bits)
+
+
+def weights_only(matrix: QuantizedMatrix, bias: Tensor | None) -> QuantizedLinear:
+    """The module for a matrix in 8 or in 4 bits."""
+    return (Int8Linear if matrix.zero is None else Int4Linear)(matrix, bias)
+
+
+def with_modules(model: Decoder, module: Callable[[str, Linear], QuantizedLinear]) -> Decoder:
+    """A model with `module(name, linear)` for every Linear, and the rest in bfloat16."""
+    quantized = replace_linears(model, module)
+    if model.config.tie_embeddings:
+        quantized.embed = Int8Embedding(quantized.head)
+    for part in quantized.modules():
+        for name, p in part._parameters.items():
+            if p is not None:  # a Parameter of its own: the original's may want gradients
+                part._parameters[name] = nn.Parameter(p.detach().bfloat16(), requires_grad=False)
+    return quantized
+
+
+def stored_as(model: Decoder) -> str:
+    """In words: "int4 weights, int8 head", or the dtype of the weights."""
+    plain = f"{model.dtype} weights".removeprefix("torch.")
+    return getattr(model.layers[0].down, "stored", plain)
+
+
+def decode_bytes(model: Decoder, context: int) -> int:
+    """Bytes that one decoded token reads: all matrices and norms, and `context` cached tokens.
+
+    `costs.decode_bytes` for what a model really stores. Of an embedding of its own it is one row,
+    which is left out.
+    """
+    L, K, D = model.kv_shape
+    tied = model.config.tie_embeddings
+    embedding = 0 if tied else model_bytes(model.embed)
+    return model_bytes(model) - embedding + 2 * L * K * D * context * model.norm.itemsize
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of all that a model stores, scales and zeros included; what is shared counts once."""
+    storages = (t.untyped_storage() for t in (*model.parameters(), *model.buffers()))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,0 +1,151 @@
+"""A request on its way from prompt to answer, and what the caller gets in the end. No tensors."""
+
+import math
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from minillm.blocks import BlockTable
+from minillm.tools.checks import check_token
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt on its way to an answer.
+
+    `ids` holds the prompt and what has been produced; `table.n_tokens` of them are computed. A
+    token counts once it is in `ids`. Everything else can be rebuilt from the request after an
+    interrupt.
+    """
+
+    id: int
+    ids: list[int]
+    max_new_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    sampling: Any = None
+    parent: "Request | None" = None  # compute its prompt first, then share it: parallel samples
+    on_token: Callable[[int], None] | None = None
+    uniforms: array = field(default_factory=lambda: array("d"))  # one in [0, 1) for each new token
+    arrival: float = 0.0
+    times: list[float] = field(default_factory=list)  # when each token was produced
+    n_delivered: int = 0  # tokens that `on_token` has had
+    all_delivered: bool = False  # nothing is left for `on_token`, and nothing will come
+    ended_at: float = math.nan  # on the engine's clock, as `arrival`
+    finish_reason: str | None = None
+    error: str | None = None
+    table: BlockTable = field(default_factory=BlockTable)
+    draft_tokens: list[int] = field(default_factory=list)  # may follow `ids`; not yet verified
+    hidden: Any = None  # (C,), the hidden state that produced the newest token
+    admitted: bool = False  # has been running at least once
+    n_prompt: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.n_prompt = len(self.ids)
+
+    @property
+    def tokens(self) -> list[int]:
+        """What has been produced so far."""
+        return self.ids[self.n_prompt :]
+
+    @property
+    def n_produced(self) -> int:
+        """How many tokens those are."""
+        return len(self.ids) - self.n_prompt
+
+    @property
+    def n_pending(self) -> int:
+        """Tokens still to be computed before the next one can be produced."""
+        return len(self.ids) - self.table.n_tokens
+
+    @property
+    def decoding(self) -> bool:
+        """Whether only the newest token, one that was produced, is left to compute."""
+        return self.n_pending == 1 and self.n_produced > 0
+
+    @property
+    def reached(self) -> str | None:
+        """The end that the newest token has reached, "stop" or "length"; None if more follow."""
+        if self.n_produced and self.ids[-1] in self.stop_ids:
+            return "stop"
+        return "length" if self.n_produced >= self.max_new_tokens else None
+
+    def uniform(self, i: int) -> float:
+        """The number that draws the token `i` places after the newest; 0.0 for greedy requests."""
+        return self.uniforms[self.n_produced + i] if self.uniforms else 0.0
+
+    def accept(self, drawn: list[int], now: float) -> int:
+        """Add the tokens drawn after the newest one and after each draft token.
+
+        A token counts as long as the draft tokens before it were right, and the answer is not over.
+        Returns how many draft tokens were wrong. ValueError for logits that are not numbers.
+        """
+        draft, self.draft_tokens = self.draft_tokens[: len(drawn) - 1], []
+        for n_right, token in enumerate(drawn):
+            check_token(token)
+            del self.times[self.n_produced :]  # of a token that an interrupt took back
+            self.times.append(now)
+            self.ids.append(token)
+            if self.reached or n_right == len(draft) or draft[n_right] != token:
+                return len(draft) - n_right
+        return 0
+
+    def deliver(self) -> None:
+        """Call `on_token` with the tokens that it has not had yet."""
+        while self.on_token is not None and self.n_delivered < self.n_produced:
+            self.n_delivered += 1
+            self.on_token(self.ids[self.n_prompt + self.n_delivered - 1])
+
+    def completion(self) -> "Completion":
+        """What the caller gets, once the request is over."""
+        return Completion(
+            request_id=self.id,
+            n_prompt=self.n_prompt,
+            tokens=self.tokens,
+            finish_reason=self.finish_reason,
+            arrival=self.arrival,
+            token_times=[moment - self.arrival for moment in self.times[: self.n_produced]],
+            duration=self.ended_at - self.arrival,
+            error=self.error,
+        )
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What became of a request.
+
+    finish_reason: "stop" (a stop id, which is the last token), "length", or "aborted" (by `abort`,
+    or by an error). Times are in seconds from `arrival` on: `token_times` has one for each token,
+    `duration` is when the request was over.
+    """
+
+    request_id: int
+    n_prompt: int
+    tokens: list[int]
+    finish_reason: str
+    arrival: float
+    token_times: list[float]
+    duration: float
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first token; NaN without any."""
+        return self.token_times[0] if self.tokens else math.nan
+
+    @property
+    def latency(self) -> float:
+        """Time to the last token, or to the end if there was none."""
+        return self.token_times[-1] if self.tokens else self.duration
+
+    @property
+    def tpot(self) -> float:
+        """Time per output token: the mean time between two; NaN with fewer than two tokens."""
+        n = len(self.tokens)
+        return (self.latency - self.ttft) / (n - 1) if n > 1 else math.nan
+
+    @property
+    def inter_token(self) -> list[float]:
+        """Inter-token latencies: the time from each token to the next."""
+        return [b - a for a, b in pairwise(self.token_times)]

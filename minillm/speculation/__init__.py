@@ -1,0 +1,1 @@
+"""Several tokens from one pass: draft tokens, verified by the model."""

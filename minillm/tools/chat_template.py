@@ -1,0 +1,111 @@
+"""Chat templates: Jinja programs that come with a checkpoint, run where they can do no harm.
+
+Jinja's sandbox keeps a template from the interpreter, not from running for ever or filling the
+memory. So a template is rendered in a process of its own, with limits of time and memory: that
+costs about a fifth of a second, once for each turn of a conversation.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from minillm.tools.checks import brief
+from minillm.tools.folders import PACKAGE
+
+SECONDS, MEGABYTES, CHARACTERS = 10, 1024, 10_000_000
+"""What a template may take, and how long its text may be.
+
+The interpreter itself needs a quarter of a second and 50 MB.
+"""
+
+
+def render(template: str, messages: Sequence[dict[str, str]], tokens: dict[str, str]) -> str:
+    """The conversation as the template spells it; ValueError for one that fails or takes long.
+
+    tokens: texts of the control tokens that the template may name, such as "bos_token".
+    """
+    request = {"template": template, "messages": list(messages), "tokens": tokens}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "minillm.tools.chat_template"],
+            # Python finds modules in the working folder first. That must not be a checkpoint's.
+            cwd=PACKAGE.parent,
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            timeout=SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(
+            f"The checkpoint's chat template ran for more than {SECONDS} seconds; use another "
+            "checkpoint, or encode the text yourself."
+        ) from error
+    if done.returncode or not done.stdout:
+        raise ValueError(
+            f"The checkpoint's chat template took more than {MEGABYTES} MB of memory, or its "
+            "process was ended; use another checkpoint, or encode the text yourself."
+        )
+    reply = json.loads(done.stdout)
+    if "error" in reply:
+        raise ValueError(reply["error"])
+    return reply["text"]
+
+
+def _render_here(template: str, messages: list[dict[str, str]], tokens: dict[str, str]) -> str:
+    """Run the template in Jinja's sandbox, with what transformers offers to templates."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise _RefusedError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = raise_exception
+    environment.filters["tojson"] = lambda value, **kwargs: json.dumps(
+        value, ensure_ascii=False, **kwargs
+    )
+    # tools and documents as in transformers: templates ask whether they are none.
+    return environment.from_string(template).render(
+        messages=messages, tools=None, documents=None, add_generation_prompt=True, **tokens
+    )
+
+
+class _RefusedError(Exception):
+    """A template called raise_exception."""
+
+
+def _limit_memory() -> None:
+    try:
+        import resource
+    except ImportError:  # Windows has no such limits
+        return
+    limit, (_, hardest) = MEGABYTES << 20, resource.getrlimit(resource.RLIMIT_AS)
+    if hardest == resource.RLIM_INFINITY or limit < hardest:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _reply(request: dict[str, Any]) -> dict[str, str]:
+    try:
+        text = _render_here(**request)
+        if len(text) <= CHARACTERS:
+            return {"text": text}
+        reason = f"its text is longer than {CHARACTERS} characters"
+    except _RefusedError as error:
+        return {"error": f"The chat template refuses these messages: {brief(str(error), 500)}."}
+    except MemoryError:
+        reason = f"it needs more than {MEGABYTES} MB of memory"
+    except Exception as error:  # Jinja's own kinds, and whatever an expression raises
+        reason = brief(f"{type(error).__name__}: {error}", 500)
+    return {"error": f"The checkpoint's chat template failed: {reason}."}
+
+
+if __name__ == "__main__":
+    sys.stdin.reconfigure(encoding="utf-8")
+    sys.stdout.reconfigure(encoding="utf-8")
+    _limit_memory()
+    print(json.dumps(_reply(json.load(sys.stdin))))

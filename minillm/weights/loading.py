@@ -1,0 +1,104 @@
+"""Loading a model: a folder, a GGUF file, a hub id or the default checkpoint, and what fits it."""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from minillm.model import Decoder
+from minillm.tokenizer import Tokenizer
+from minillm.tools.checks import brief
+from minillm.tools.devices import device_and_dtype
+from minillm.weights.build import Checkpoint, build
+from minillm.weights.default import fetch_default
+from minillm.weights.files import PATH, check_file
+from minillm.weights.gguf_checkpoint import GGUFCheckpoint
+from minillm.weights.safetensors_folder import SafetensorsFolder
+from minillm.weights.tokenizer_files import tokenizer_from_folder, tokenizer_from_gguf
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def load(
+    source: str | Path | None = None,
+    *,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+) -> tuple[Decoder, Tokenizer | None]:
+    """A model and its tokenizer.
+
+    source: None for the default checkpoint, a folder in Hugging Face format, a .gguf file, or a
+    hub id ("org/name"). device and dtype: see `minillm.tools.devices.device_and_dtype`; dtype may
+    also be a scheme of `minillm.quantize`, "int8" or "int4": for int4 a Q4_0 or Q4_1 file keeps its
+    own numbers. A folder without tokenizer files gives (model, None). Raises FileNotFoundError or
+    ValueError in one sentence.
+    """
+    scheme = dtype if dtype in ("int8", "int4") else None
+    device, dtype = device_and_dtype(device, "bfloat16" if scheme else dtype)
+    with opened(source) as (checkpoint, tokenizer):
+        return build(checkpoint, device, dtype, scheme), tokenizer
+
+
+@contextmanager
+def opened(source: str | Path | None) -> Iterator[tuple[Checkpoint, Tokenizer | None]]:
+    """What `load` reads from, for as long as it is read; the source and the errors are load's."""
+    # os.path answers False where a Path's methods raise: for a user or a name that cannot exist.
+    path = fetch_default() if source is None else Path(os.path.expanduser(source))
+    try:
+        checkpoint, tokenizer = _open(path, source)
+        rows = checkpoint.config.vocab_size  # every token id has one in the embedding
+        if tokenizer is not None and tokenizer.n_vocab > rows:
+            raise ValueError(
+                f"{checkpoint.label}: the tokenizer has {tokenizer.n_vocab} ids, the model only "
+                f"{rows}."
+            )
+        yield checkpoint, tokenizer
+    except OSError as error:
+        if error.errno is None:
+            raise  # our own sentence
+        raise ValueError(
+            f"{brief(str(path), PATH)} cannot be read ({error.strerror}); look at its permissions."
+        ) from error
+
+
+def _open(path: Path, source: str | Path | None) -> tuple[Checkpoint, Tokenizer | None]:
+    if os.path.exists(path) and not os.path.isdir(path):
+        check_file(path)
+        if path.suffix != ".gguf":
+            raise ValueError(
+                f"{path} is a file but not a .gguf one; give a folder in Hugging Face format, a "
+                ".gguf file or a hub id."
+            )
+        checkpoint = GGUFCheckpoint(path)
+        return checkpoint, tokenizer_from_gguf(checkpoint.fields, name=path.stem)
+    if not os.path.isdir(path):
+        if not _HUB_ID.fullmatch(str(source)):
+            raise FileNotFoundError(
+                f"{brief(str(source))} does not exist; give a folder in Hugging Face format, a "
+                ".gguf file or a hub id like org/name."
+            )
+        path = _download(str(source))
+    return SafetensorsFolder(path), tokenizer_from_folder(path)
+
+
+def _download(hub_id: str) -> Path:
+    """The folder of a hub checkpoint, fetched by huggingface_hub or found in its cache.
+
+    Safetensors, JSON and chat templates only.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json", "*.jinja"])
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        said = str(error).strip() or type(error).__name__
+        raise FileNotFoundError(
+            f"{hub_id} is no local path and could not be fetched from the hub: "
+            f"{brief(said.splitlines()[0], 300)}."
+        ) from error
