@@ -74,7 +74,8 @@ class Layer(nn.Module):
         eps = self.config.norm_eps
 
         qkv = self.qkv(rms_norm(x, self.attn_norm, eps))  # (B, T, (H + 2K) D)
-        q, k, v = qkv.unflatten(-1, (-1, D)).split((H, K, K), -2)  # (B, T, H or K, D) each
+        heads = qkv.view(len(x), -1, H + 2 * K, D)  # (B, T, H + 2K, D)
+        q, k, v = heads.split_with_sizes((H, K, K), -2)  # (B, T, H, D), then (B, T, K, D) twice
         if self.q_norm is not None:  # Qwen3
             q, k = rms_norm(q, self.q_norm, eps), rms_norm(k, self.k_norm, eps)
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)

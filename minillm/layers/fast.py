@@ -86,15 +86,16 @@ def _layer(
     H, K, D = layer.config.n_heads, layer.config.n_kv_heads, layer.config.d_head
     eps = layer.config.norm_eps
     x, normed = ops.add_rms_norm(x, update, layer.attn_norm, eps)  # (B, T, C) each
-    qk, v = layer.qkv(normed).unflatten(-1, (-1, D)).split((H + K, K), -2)  # (B, T, heads, D)
+    qkv = layer.qkv(normed).view(len(x), -1, H + 2 * K, D)
+    qk, v = qkv.split_with_sizes((H + K, K), -2)  # (B, T, heads, D)
     if layer.q_norm is not None:
-        q, k = qk.split((H, K), -2)
+        q, k = qk.split_with_sizes((H, K), -2)
         qk = torch.cat((rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)), -2)
     slots = cache.slots(i) if ops.rope_and_write is not None else None
     if slots is not None:
         attended = cache.attend_written(i, ops.rope_and_write(qk, v, rope, slots))
     else:
-        attended = cache.attend(i, *apply_rope(qk, *rope).split((H, K), -2), v)
+        attended = cache.attend(i, *apply_rope(qk, *rope).split_with_sizes((H, K), -2), v)
     x, normed = ops.add_rms_norm(x, layer.out(attended.flatten(-2)), layer.mlp_norm, eps)
     return x, layer.down(ops.swiglu(layer.gate_up(normed)))
 
