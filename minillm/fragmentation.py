@@ -1,8 +1,6 @@
 """Where cache memory goes: a simulation of five ways to hand it out to sequences. Pure Python.
 
-Sources: Kwon et al. 2023, section 3.1 and figure 2 (20 to 38% of the reserved memory held tokens);
-Knuth, The Art of Computer Programming, volume 1, section 2.5 (first fit, the buddy system, external
-fragmentation).
+Source: Kwon et al. 2023, section 3.1 and figure 2 (20 to 38% of the reserved memory held tokens).
 
 Five policies. With the first four, every sequence lies in one piece:
 
@@ -22,10 +20,11 @@ Each slot of the pool has room for one token and is in one of five states:
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from minillm.blocks import BlockManager, BlockTable, OutOfBlocks
+from minillm.pieces import Buddy, FirstFit
 from minillm.tools.checks import check_whole
 
 POLICIES = ("max", "answer", "oracle", "buddy", "paged")
@@ -51,90 +50,103 @@ class Sample:
     recomputed: int = 0
 
 
-class FirstFit:
-    """Pieces of any length from one line of slots: each from the first gap that is long enough."""
-
-    def __init__(self, size: int):
-        self.gaps = [(0, size)]  # (start, length), by start
-
-    def allocate(self, length: int) -> int | None:
-        """Start of a piece, or None if no gap is long enough."""
-        for i, (start, gap) in enumerate(self.gaps):
-            if gap >= length:
-                self.gaps[i : i + 1] = [(start + length, gap - length)] if gap > length else []
-                return start
-        return None
-
-    def free(self, start: int, length: int) -> None:
-        """Give a piece back; adjacent gaps become one."""
-        merged: list[tuple[int, int]] = []
-        for a, n in sorted([*self.gaps, (start, length)]):
-            if merged and sum(merged[-1]) == a:
-                merged[-1] = (merged[-1][0], merged[-1][1] + n)
-            else:
-                merged.append((a, n))
-        self.gaps = merged
-
-    @property
-    def n_free(self) -> int:
-        return sum(n for _, n in self.gaps)
-
-
-class Buddy:
-    """Pieces whose lengths are powers of two.
-
-    A larger piece is split into halves (buddies), and two buddies are joined when both are free.
-    """
-
-    def __init__(self, size: int):
-        self._free: dict[int, set[int]] = {}  # length -> starts
-        start = 0
-        # A pool of any size is cut into a few powers of two.
-        for power in reversed(range(size.bit_length())):
-            if size >> power & 1:
-                self._free.setdefault(1 << power, set()).add(start)
-                start += 1 << power
-        self._size = size
-
-    @staticmethod
-    def rounded(length: int) -> int:
-        """Length of a piece for `length` tokens: the next power of two."""
-        return 1 << (length - 1).bit_length()
-
-    def allocate(self, length: int) -> int | None:
-        """Start of a piece of the next power of two, or None."""
-        wanted = self.rounded(length)
-        fitting = [n for n, starts in self._free.items() if n >= wanted and starts]
-        if not fitting:
-            return None
-        n = min(fitting)
-        start = min(self._free[n])
-        self._free[n].remove(start)
-        while n > wanted:  # keep the first half; the second becomes free
-            n //= 2
-            self._free.setdefault(n, set()).add(start + n)
-        return start
-
-    def free(self, start: int, length: int) -> None:
-        """Give back the piece for `length` tokens."""
-        n = self.rounded(length)
-        while start ^ n in self._free.get(n, ()):
-            self._free[n].remove(start ^ n)
-            start, n = min(start, start ^ n), 2 * n
-        self._free.setdefault(n, set()).add(start)
-
-    @property
-    def n_free(self) -> int:
-        return sum(n * len(starts) for n, starts in self._free.items())
-
-
-@dataclass
-class _Running:
+@dataclass(eq=False)
+class _Sequence:
     prompt: int
-    final: int
-    stored: int
-    start: int = 0
-    table: BlockTable | None = None
+    final: int  # tokens at its end, prompt included
+    stored: int = 0
+    start: int = 0  # of its piece
+    table: BlockTable = field(default_factory=BlockTable)
+
+    @property
+    def on_admission(self) -> int:
+        """Tokens to be stored at once; one that was sent back keeps what it has produced."""
+        return max(self.prompt, self.stored)
+
+
+class _Pieces:
+    """Each sequence in one piece of the pool, reserved when it is let in."""
+
+    def __init__(self, policy: str, n_slots: int, max_len: int, longest_answer: int):
+        self._policy, self._max_len, self._longest_answer = policy, max_len, longest_answer
+        self._pool = Buddy(n_slots) if policy == "buddy" else FirstFit(n_slots)
+
+    def admit(self, sequence: _Sequence) -> bool:
+        """Take its memory, if there is enough in one piece."""
+        start = self._pool.allocate(self._length(sequence))
+        if start is None:
+            return False
+        sequence.start, sequence.stored = start, sequence.on_admission
+        return True
+
+    def grow(self, sequence: _Sequence) -> None:
+        """One token more; its slot is reserved already."""
+        sequence.stored += 1
+
+    def leave(self, sequence: _Sequence) -> None:
+        """Give its memory back."""
+        self._pool.free(sequence.start, self._length(sequence))
+
+    def sample(self, running: Sequence[_Sequence], waiting: Sequence[_Sequence]) -> Sample:
+        """The pool by state."""
+        used = sum(s.stored for s in running)
+        reserved = sum(s.final - s.stored for s in running)
+        internal = sum(self._taken(s) for s in running) - used - reserved
+        external, free = 0, self._pool.n_free
+        # The first in the queue was just refused. If it would fit into all gaps together, the gaps
+        # are fragments.
+        if waiting and free >= self._taken(waiting[0]):
+            external, free = free, 0
+        return Sample(used, reserved, internal, external, free, len(running), len(waiting))
+
+    def _length(self, sequence: _Sequence) -> int:
+        """Slots that are asked for."""
+        if self._policy == "max":
+            return self._max_len
+        if self._policy == "answer":
+            return min(sequence.prompt + self._longest_answer, self._max_len)
+        return sequence.final
+
+    def _taken(self, sequence: _Sequence) -> int:
+        """Slots that the piece has."""
+        length = self._length(sequence)
+        return Buddy.rounded(length) if self._policy == "buddy" else length
+
+
+class _Blocks:
+    """Blocks one by one, as tokens come."""
+
+    def __init__(self, n_slots: int, block_size: int):
+        self._n_slots = n_slots
+        self._manager = BlockManager(n_slots // block_size, block_size, prefix_caching=False)
+
+    def admit(self, sequence: _Sequence) -> bool:
+        """Take blocks for the tokens that it has, if it can also grow by one."""
+        n = sequence.on_admission
+        table = BlockTable()
+        if self._manager.needed(table, n + 1) > self._manager.n_available:
+            return False
+        self._manager.reserve(table, n)
+        table.n_tokens = sequence.stored = n
+        sequence.table = table
+        return True
+
+    def grow(self, sequence: _Sequence) -> None:
+        """One token more; OutOfBlocks if it needs a block and none is free."""
+        self._manager.reserve(sequence.table, 1)
+        sequence.table.n_tokens += 1
+        sequence.stored += 1
+
+    def leave(self, sequence: _Sequence) -> None:
+        """Give its blocks back."""
+        self._manager.release(sequence.table)
+
+    def sample(self, running: Sequence[_Sequence], waiting: Sequence[_Sequence]) -> Sample:
+        """The pool by state; no slot is reserved, and none is lost between pieces."""
+        used = sum(s.stored for s in running)
+        held = sum(len(s.table.blocks) for s in running) * self._manager.block_size
+        free = self._n_slots - held
+        return Sample(used, 0, held - used, 0, free, len(running), len(waiting))
 
 
 def simulate(
@@ -153,80 +165,66 @@ def simulate(
     then every running sequence grows by a token, and leaves when it has its final length. When
     "paged" runs out of blocks, it sends the youngest sequence back to the queue, as
     `minillm.serving.scheduler` does; all its tokens are computed again when it is let in. A step
-    counts the same whatever is computed in it. max_len: the most tokens of a request, prompt and
-    output together. block_size: P, for "paged". n_steps: stop after that many steps, or with None
-    when all requests are done. Raises ValueError for sizes that are not whole numbers, for a
-    request without prompt or output or longer than max_len, and for a pool that cannot hold a
-    sequence of max_len tokens.
+    counts the same whatever is computed in it.
+    max_len: the most tokens of a request, prompt and output together. block_size: P, for "paged".
+    n_steps: stop after that many steps, or with None when all requests are done.
+    Raises ValueError for sizes that are not whole numbers, for a request without prompt or output
+    or longer than max_len, and for a pool that cannot hold a sequence of max_len tokens.
     """
     _check(trace, policy, n_slots, max_len, block_size, n_steps)
-    pool = Buddy(n_slots) if policy == "buddy" else FirstFit(n_slots)
-    manager = BlockManager(n_slots // block_size, block_size, prefix_caching=False)
-    queue = deque(_Running(prompt, prompt + output, 0) for prompt, output in trace)
-    running: list[_Running] = []
-    samples: list[Sample] = []
-
     longest_answer = max((output for _, output in trace), default=0)
-
-    def length(request: _Running) -> int:
-        if policy == "answer":
-            return min(request.prompt + longest_answer, max_len)
-        return max_len if policy == "max" else request.final
-
-    def let_in(request: _Running) -> bool:
-        """Take memory: for the prompt, or for the whole sequence where it must lie in one piece."""
-        # A sequence that was sent back to the queue keeps the tokens it has produced.
-        stored = max(request.prompt, request.stored)
-        if policy == "paged":
-            table = BlockTable()
-            if manager.needed(table, stored + 1) > manager.n_available:
-                return False
-            manager.reserve(table, stored)
-            table.n_tokens = stored
-            request.table = table
-        else:
-            start = pool.allocate(length(request))
-            if start is None:
-                return False
-            request.start = start
-        request.stored = stored
-        return True
-
-    def leave(request: _Running) -> None:
-        running.remove(request)
-        if policy == "paged":
-            manager.release(request.table)
-        else:
-            pool.free(request.start, length(request))
-
-    while (queue or running) and (n_steps is None or len(samples) < n_steps):
-        sent_back = recomputed = 0
-        while queue:
-            known = queue[0].stored  # more than 0 if it was sent back
-            if not let_in(queue[0]):
-                break
-            recomputed += known
-            running.append(queue.popleft())
-        for request in list(running):
-            while request in running:
-                try:
-                    if policy == "paged":
-                        manager.reserve(request.table, 1)
-                        request.table.n_tokens += 1
-                    request.stored += 1
-                    break
-                except OutOfBlocks:
-                    youngest = running[-1]
-                    leave(youngest)
-                    queue.appendleft(youngest)
-                    sent_back += 1
-        sample = _sample(running, queue, policy, pool, manager, n_slots, length)
-        done = [r for r in running if r.stored == r.final]
-        events = {"finished": len(done), "sent_back": sent_back, "recomputed": recomputed}
-        samples.append(replace(sample, **events))
-        for request in done:
-            leave(request)
+    memory = (
+        _Blocks(n_slots, block_size)
+        if policy == "paged"
+        else _Pieces(policy, n_slots, max_len, longest_answer)
+    )
+    waiting = deque(_Sequence(prompt, prompt + output) for prompt, output in trace)
+    running: list[_Sequence] = []  # oldest first
+    samples: list[Sample] = []
+    while (waiting or running) and (n_steps is None or len(samples) < n_steps):
+        recomputed = _admit_all(memory, waiting, running)
+        sent_back = _grow_all(memory, waiting, running)
+        done = [s for s in running if s.stored == s.final]
+        sample = memory.sample(running, waiting)
+        samples.append(
+            replace(sample, finished=len(done), sent_back=sent_back, recomputed=recomputed)
+        )
+        for sequence in done:
+            running.remove(sequence)
+            memory.leave(sequence)
     return samples
+
+
+def _admit_all(
+    memory: _Pieces | _Blocks, waiting: deque[_Sequence], running: list[_Sequence]
+) -> int:
+    """Let sequences in until one does not fit; returns the tokens that are computed again."""
+    recomputed = 0
+    while waiting:
+        known = waiting[0].stored  # more than 0 if it was sent back
+        if not memory.admit(waiting[0]):
+            break
+        recomputed += known
+        running.append(waiting.popleft())
+    return recomputed
+
+
+def _grow_all(
+    memory: _Pieces | _Blocks, waiting: deque[_Sequence], running: list[_Sequence]
+) -> int:
+    """A token more for each; where blocks run out, the youngest is sent back. Returns how many."""
+    sent_back = 0
+    for sequence in list(running):
+        while sequence in running:
+            try:
+                memory.grow(sequence)
+                break
+            except OutOfBlocks:
+                youngest = running.pop()
+                memory.leave(youngest)
+                waiting.appendleft(youngest)
+                sent_back += 1
+    return sent_back
 
 
 def _check(
@@ -259,29 +257,3 @@ def _check(
             f"A pool of {n_slots} slots can't hold a sequence of {max_len} tokens; policy {policy} "
             f"needs {largest}."
         )
-
-
-def _sample(
-    running: Sequence[_Running],
-    queue: Sequence[_Running],
-    policy: str,
-    pool: FirstFit | Buddy,
-    manager: BlockManager,
-    n_slots: int,
-    length: Callable[[_Running], int],
-) -> Sample:
-    used = sum(r.stored for r in running)
-    if policy == "paged":
-        held = sum(len(r.table.blocks) for r in running) * manager.block_size
-        return Sample(used, 0, held - used, 0, n_slots - held, len(running), len(queue))
-    sizes = [Buddy.rounded(r.final) if policy == "buddy" else length(r) for r in running]
-    reserved = sum(r.final - r.stored for r in running)
-    internal = sum(sizes) - used - reserved
-    external, free = 0, pool.n_free
-    if queue:
-        # The first in the queue was just refused. If it would fit into all gaps together, the gaps
-        # are fragments.
-        wanted = length(queue[0])
-        if pool.n_free >= (Buddy.rounded(wanted) if policy == "buddy" else wanted):
-            external, free = pool.n_free, 0
-    return Sample(used, reserved, internal, external, free, len(running), len(queue))

@@ -20,7 +20,7 @@ ROOMS: tuple[str | tuple[str, tuple[str, ...]], ...] = (
     ),
     "measure", "config", "hf_config", "hardware", "costs", "card", "tokenizer", "sampling",
     ("layers", ("flash", "attention", "per_token", "fast")),
-    "blocks", "fragmentation",
+    "blocks", "pieces", "fragmentation",
     "cache", "model", "kv_cache", "ragged", "paged", "generation",
     "training", "evaluate", "gqa", "prepacked",
     (
@@ -77,7 +77,7 @@ ORDER = tuple(
 TORCH_FREE = (
     "tools.checks", "tools.command_line", "tools.folders", "tools.exercises",
     "tools.chat_template", "config", "hf_config", "hardware", "costs", "card", "blocks",
-    "fragmentation", "serving.request", "serving.scheduler", "serving.timeline", "serving.metrics",
+    "pieces", "fragmentation", "serving.request", "serving.scheduler", "serving.timeline", "serving.metrics",
     "serving.virtual_time", "parallel.plan", "parallel.step_time",
 )  # fmt: skip
 """What counts, decides or plans imports neither torch nor NumPy."""
