@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from minillm import cpu_products
+
 Result = TypeVar("Result")
 
 Repeats = dict[str, list[float]]
@@ -101,7 +103,7 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
     Without such instructions (AVX-512 on an x86 CPU) PyTorch multiplies number by number.
     """
-    return device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return device.type != "cpu" or cpu_products.has_bfloat16()
 
 
 def _large_matrix(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -179,8 +181,8 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, repeats: int = 15) -> 
     products = [partial(torch.mm, square, square)]
     fast = dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_bfloat16(device))
     if device.type == "cpu" and torch.backends.mkldnn.is_available() and fast:
-        ops, packed = torch.ops.mkldnn, torch.ops.mkldnn._reorder_linear_weight(square, n)
-        products.append(lambda: ops._linear_pointwise(square, packed, None, "none", [], ""))
+        packed = cpu_products.onednn_layout(square, n)
+        products.append(partial(cpu_products.onednn_linear, square, packed))
     return 2 * n**3 / min(device_seconds(product, device, repeats) for product in products)
 
 

@@ -34,6 +34,7 @@ Not here: GPUs, whose libraries take row-major weights as they are; float16.
 import torch
 from torch import Tensor
 
+from minillm.cpu_products import onednn_layout, onednn_linear
 from minillm.measure import multiplies_bfloat16
 from minillm.model import Decoder, Linear, replace_linears
 
@@ -49,12 +50,12 @@ class PrepackedLinear(Linear):
         )
         self.weight, self.bias = linear.weight, linear.bias
         weight = linear.weight.detach()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _LAYOUT_FOR)
+        self._packed = onednn_layout(weight, _LAYOUT_FOR)
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return super().forward(x)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return onednn_linear(x, self._packed, self.bias)
 
 
 def prepack(model: Decoder) -> Decoder:

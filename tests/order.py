@@ -18,7 +18,8 @@ ROOMS: tuple[str | tuple[str, tuple[str, ...]], ...] = (
             "paged_attention", "fused", "few_rows",
         ),
     ),
-    "measure", "config", "hf_config", "hardware", "costs", "card", "tokenizer", "sampling",
+    "cpu_products", "measure", "config", "hf_config", "hardware", "costs", "card",
+    "tokenizer", "sampling",
     ("layers", ("flash", "attention", "per_token", "fast")),
     "blocks", "pieces", "fragmentation",
     "cache", "model", "kv_cache", "ragged", "paged", "generation",
@@ -41,9 +42,9 @@ ROOMS: tuple[str | tuple[str, tuple[str, ...]], ...] = (
     (
         "serving",
         (
-            "request", "scheduler", "timeline", "metrics", "virtual_time", "engine_config",
-            "batch_drafters", "proposals", "cuda_graphs", "model_runner", "recovery", "engine",
-            "workload",
+            "request", "step_plan", "scheduler", "timeline", "metrics", "virtual_time",
+            "engine_config", "batch_drafters", "proposals", "cuda_graphs", "model_runner",
+            "recovery", "engine", "workload",
         ),
     ),
     (
@@ -77,7 +78,8 @@ ORDER = tuple(
 TORCH_FREE = (
     "tools.checks", "tools.command_line", "tools.folders", "tools.exercises",
     "tools.chat_template", "config", "hf_config", "hardware", "costs", "card", "blocks",
-    "pieces", "fragmentation", "serving.request", "serving.scheduler", "serving.timeline", "serving.metrics",
-    "serving.virtual_time", "parallel.plan", "parallel.step_time",
+    "pieces", "fragmentation", "serving.request", "serving.step_plan", "serving.scheduler",
+    "serving.timeline", "serving.metrics", "serving.virtual_time", "parallel.plan",
+    "parallel.step_time",
 )  # fmt: skip
 """What counts, decides or plans imports neither torch nor NumPy."""

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import tiktoken
-import torch
 from order import ORDER, TORCH_FREE
 
 import minillm
@@ -199,14 +198,22 @@ def test_private_names_of_other_packages():
         "tiktoken's Encoding._encode_single_piece no longer takes the bytes of a word and gives "
         "their ids; Tokenizer needs another way to merge words with missing bytes."
     )
-    if torch.backends.mkldnn.is_available():
-        weight, x = torch.randn(3, 5), torch.randn(4, 5)
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
-        out = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-        assert torch.allclose(out, x @ weight.T, atol=1e-5), (
-            "torch.ops.mkldnn._reorder_linear_weight and _linear_pointwise no longer multiply with "
-            "a matrix that was laid out before; prepack.py rests on them."
+
+
+def test_private_names_of_torch_stand_in_one_file():
+    """`cpu_products`, each with a test of its own that says what broke."""
+    private = re.compile(r"torch\.([a-z]\w*\.)*_(?!_)\w+|torch\.ops")
+    used = {
+        (module, name)
+        for module, tree in TREES.items()
+        for name in (
+            *(ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)),
+            *imports(tree),
         )
+        if private.fullmatch(name) and module != "cpu_products"
+    }
+    # Its backward pass is timed many times over one graph, and no public name allows that.
+    assert used == {("bench.attention", "torch._functorch")}
 
 
 def test_functions_are_short():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import tiny_config
 
-from minillm import Decoder, merge_kv_heads, prepack
+from minillm import Decoder, cpu_products, merge_kv_heads, prepack
 from minillm.measure import multiplies_bfloat16
 from minillm.model import Linear
 from minillm.prepacked import PrepackedLinear
@@ -52,7 +52,7 @@ def test_the_prepacked_copy_is_used_unless_gradients_are_wanted(dtype):
     linear = Linear(16, 16, bias=False).to(dtype)
     packed = PrepackedLinear(linear)
     zeros = torch.zeros(16, 16, dtype=dtype)
-    packed._packed = torch.ops.mkldnn._reorder_linear_weight(zeros, 64)
+    packed._packed = cpu_products.onednn_layout(zeros, 64)
     with torch.inference_mode():
         assert not any(packed(torch.ones(n, 16, dtype=dtype)).any() for n in range(1, 100))
     packed(torch.ones(8, 16, dtype=dtype)).sum().backward()
@@ -95,7 +95,7 @@ def test_refusals(monkeypatch):
     message = r"float32 and bfloat16 on a CPU, and the model is torch\.float16 on cpu"
     with pytest.raises(ValueError, match=message):
         prepack(Decoder(tiny_config()).half())
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(cpu_products, "has_bfloat16", lambda: False)
     with pytest.raises(ValueError, match="in bfloat16 needs a CPU with AVX-512"):
         prepack(Decoder(tiny_config()).bfloat16())
     with pytest.raises(ValueError, match="on meta; use it as it is"):

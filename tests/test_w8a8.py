@@ -5,7 +5,7 @@ import torch
 from models import inputs_of, lively
 from torch import Tensor
 
-from minillm import Engine, EngineConfig, generate, model_bytes, quantize
+from minillm import Engine, EngineConfig, cpu_products, generate, model_bytes, quantize
 from minillm.evaluate import difference
 from minillm.quantization.calibration import collect
 from minillm.quantization.grid import to_float8, to_int8
@@ -47,7 +47,7 @@ def test_rounding_by_hand():
 @pytest.mark.parametrize("M", [1, 2, 17, 70])
 def test_whole_numbers_are_multiplied_exactly(M, vnni, monkeypatch):
     """With the chip's int8 product, and as on a CPU that has none."""
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
+    monkeypatch.setattr(cpu_products, "has_int8", lambda: vnni)
     generator = torch.Generator().manual_seed(M)
     q, w = (torch.randint(-127, 128, (n, 2560), generator=generator) for n in (M, 40))
     q[0], w[0] = 127, -127  # the largest sum there is

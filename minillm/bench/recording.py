@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from minillm import cpu_products
 from minillm.measure import Repeats, cpu_name, seconds
 from minillm.tools.folders import data_folder
 
@@ -24,8 +25,8 @@ def hardware_label(device: torch.device) -> str:
     change what a format costs.
     """
     on_gpu = device.type == "cuda"
-    avx2 = torch.cpu._is_avx2_supported() and not torch.cpu._is_avx512_supported()
-    ending = " amx" if torch.cpu._is_amx_tile_supported() else " avx2" if avx2 else ""
+    only_avx2 = cpu_products.has_avx2_only()
+    ending = " amx" if cpu_products.has_amx() else " avx2" if only_avx2 else ""
     on_cpu = f"cpu {torch.get_num_threads()} threads{ending}"
     name = torch.cuda.get_device_name(device) if on_gpu else on_cpu
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

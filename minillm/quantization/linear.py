@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minillm.cpu_products import int4_layout, int4_weight_linear, int8_weight_linear
 from minillm.kernels.availability import on_device_of, why_not_here
 from minillm.quantization import grid
 from minillm.quantization.grid import QuantizedMatrix
@@ -123,7 +124,7 @@ class Int8Linear(QuantizedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu" and len(x) <= MOST_ROWS and self.in_features % 16 == 0:
-            return torch._weight_int8pack_mm(_aligned(x), self.weight, self.scale)
+            return int8_weight_linear(_aligned(x), self.weight, self.scale)
         if self.few_rows(x):
             from minillm.kernels.few_rows import few_rows_linear
 
@@ -163,7 +164,7 @@ class Int4Linear(QuantizedLinear):
             )
         self.group_size = matrix.group_size
         if matrix.q.device.type == "cpu":  # in the order in which PyTorch's product reads them
-            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(matrix.q.int(), 1)
+            packed = int4_layout(matrix.q)
             self.register_buffer("weight", packed)
             both = torch.stack((matrix.scale, matrix.zero), -1)  # (N, K / group, 2)
             self.register_buffer("scale_zero", both.transpose(0, 1).contiguous())
@@ -192,7 +193,7 @@ class Int4Linear(QuantizedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         if not x.is_cuda:
-            return torch._weight_int4pack_mm_for_cpu(x, *self._operands)
+            return int4_weight_linear(x, *self._operands)
         if self.few_rows(x):
             from minillm.kernels.few_rows import few_rows_linear
 
@@ -214,9 +215,8 @@ def _packed_order(N: int, K: int) -> Tensor:
     place = torch.arange(N * K)
     found = torch.zeros_like(place)
     for shift in range(0, (N * K - 1).bit_length(), 4):
-        digits = (place >> shift & 15).view(N, K).int()
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(digits, 1)
-        found |= _nibbles(packed).long() << shift
+        digits = (place >> shift & 15).view(N, K)
+        found |= _nibbles(int4_layout(digits)).long() << shift
     return found
 
 

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minillm import cpu_products
 from minillm.quantization.calibration import Inputs
 from minillm.quantization.grid import QuantizedMatrix, divisor, to_int8
 from minillm.quantization.linear import Int8Linear
@@ -118,12 +119,12 @@ def int8_product(q: Tensor, weight: Tensor) -> Tensor:
     M = len(q)
     if q.is_cuda:
         q = F.pad(q, (0, 0, 0, max(0, 32 - M)))
-    elif not torch.cpu._is_vnni_supported():
+    elif not cpu_products.has_int8():
         # Here `_int_mm` multiplies number by number. A sum of 1,024 products is at most 2²⁴, so
         # products in float32 are exact, too, and far faster.
         parts = zip(q.split(1024, 1), weight.split(1024, 1), strict=True)
         return sum((a.float() @ w.float().T).int() for a, w in parts)
-    return torch._int_mm(q, weight.T)[:M]
+    return cpu_products.int8_matmul(q, weight)[:M]
 
 
 def smoothing(weight: Tensor, inputs: Inputs, alpha: float) -> Tensor:
