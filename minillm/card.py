@@ -7,7 +7,7 @@ from minillm.tools.checks import check_whole
 
 
 def card(config: ModelConfig, hardware: Hardware, batch: int, seq: int, dtype: str) -> str:
-    """What serving `batch` sequences of `seq` tokens on `hardware` costs, as a text."""
+    """What it costs to serve `batch` sequences of `seq` tokens on `hardware`, as text."""
     check_whole("--batch", batch)
     check_whole("--seq", seq)
     if seq > config.max_seq_len:
@@ -19,13 +19,14 @@ def card(config: ModelConfig, hardware: Hardware, batch: int, seq: int, dtype: s
     per_token = costs.kv_bytes_per_token(config, _cache_dtype(dtype))
     prompt_flops = costs.prefill_flops(config, seq, last_logits_only=True)
     token_flops = costs.decode_flops(config, seq)
+    # Below the ridge point decode is limited by memory, not arithmetic.
     intensity = batch * token_flops / _step_bytes(config, batch, seq, dtype)
     ridge = hardware.ridge_point(_arithmetic(hardware, dtype))
     bits = f", {8 * weights / total:.2f} bits a parameter" if _quantized(dtype) else ""
     parts = [
         f"  {part:<14} {n:>18,}  {n / total:6.1%}"
         for part, n in costs.param_breakdown(config).items()
-        if n
+        if n  # a tied head and rotary positions have none
     ]
     lines = [
         f"{config.name}, {dtype}, {batch} × {seq} tokens, on {hardware.name}",
@@ -49,24 +50,24 @@ def _quantized(dtype: str) -> bool:
 
 
 def _weight_bytes(config: ModelConfig, dtype: str) -> int:
-    """All that is stored: int8 and int4 come with their scales, and an int8 head."""
+    """Weight bytes stored; int8 and int4 include their scales and an int8 head."""
     return (costs.quantized_bytes if _quantized(dtype) else costs.weight_bytes)(config, dtype)
 
 
 def _read_bytes(config: ModelConfig, dtype: str) -> int:
-    """Of the weights, by each pass: not an embedding of its own, nor a table of positions."""
+    """Weight bytes read per pass; an untied embedding and a position table are skipped."""
     kept = _cache_dtype(dtype)
     unread = costs.weight_bytes(config, kept) - costs.weight_read_bytes(config, kept)
     return _weight_bytes(config, dtype) - unread
 
 
 def _cache_dtype(dtype: str) -> str:
-    """Weights in 8 or 4 bits leave the cache in 16."""
+    """With weights in 8 or 4 bits the cache stays in 16."""
     return "bfloat16" if _quantized(dtype) else dtype
 
 
 def _step_bytes(config: ModelConfig, batch: int, seq: int, dtype: str) -> int:
-    """That a decode step reads: the weights, and each sequence's cache."""
+    """Bytes read per decode step: the weights, and each sequence's cache."""
     cache = costs.kv_cache_read_bytes(config, batch, seq, _cache_dtype(dtype))
     return _read_bytes(config, dtype) + cache
 
@@ -74,7 +75,7 @@ def _step_bytes(config: ModelConfig, batch: int, seq: int, dtype: str) -> int:
 def _arithmetic(hardware: Hardware, dtype: str) -> str:
     """The dtype that products are computed in.
 
-    Weights in fewer bits are turned into 16 before the product, whatever the chip has.
+    Weights in fewer bits are dequantized to 16 before the product, whatever the chip supports.
     """
     if costs.dtype_bits(dtype) == 32:
         return "float32"
@@ -82,7 +83,7 @@ def _arithmetic(hardware: Hardware, dtype: str) -> str:
 
 
 def _bounds(config: ModelConfig, hardware: Hardware, batch: int, seq: int, dtype: str) -> list[str]:
-    """Least times and the largest batch, or how many chips the weights need."""
+    """Lower bounds on times and the largest batch, or how many chips the weights need."""
     memory, weights = hardware.memory_bytes, _weight_bytes(config, dtype)
     if weights > memory:
         n = -(-weights // memory)
@@ -90,12 +91,14 @@ def _bounds(config: ModelConfig, hardware: Hardware, batch: int, seq: int, dtype
             f"does not fit: the weights alone need {n} × {hardware.name} ({memory / 1e9:.0f} GB "
             "each)"
         ]
+    # Roofline of one prompt, then of one decode step
     arithmetic = _arithmetic(hardware, dtype)
     prompt_flops = costs.prefill_flops(config, seq, last_logits_only=True)
     first = roofline_seconds(hardware, prompt_flops, _read_bytes(config, dtype), arithmetic)
     step_flops = batch * costs.decode_flops(config, seq)
     step_bytes = _step_bytes(config, batch, seq, dtype)
     step = roofline_seconds(hardware, step_flops, step_bytes, arithmetic)
+    # The cache gets what the weights leave.
     one = max(1, costs.kv_cache_bytes(config, 1, seq, _cache_dtype(dtype)))
     largest = (memory - weights) // one
     lines = [

@@ -17,8 +17,8 @@ from typing import Any
 
 from minillm.tools.checks import brief
 
-# Upper limits for numbers from files that others wrote: far above any published model, and low
-# enough that no arithmetic on them can hang or overflow.
+# Upper limits for sizes read from untrusted files: far above any published model, and low enough
+# that no arithmetic on them can hang or overflow.
 _LIMITS = {
     "n_layers": 1024, "d_model": 1 << 17, "n_heads": 4096, "n_kv_heads": 4096, "d_head": 4096,
     "d_ff": 1 << 20, "vocab_size": 1 << 22, "max_seq_len": 1 << 27,
@@ -32,14 +32,14 @@ _CHOICES = {
 
 
 def check_size(field: str, value: Any) -> None:
-    """ValueError unless a size of that name is a whole number within its limit."""
+    """Raise ValueError unless `value` is a whole number within the limit of that field."""
     most = _LIMITS[field]
     if type(value) is not int or not 1 <= value <= most:
         raise ValueError(f"{field} is {brief(value)}; it must be a whole number from 1 to {most}.")
 
 
 def is_positive(value: Any) -> bool:
-    """True for a positive number that is neither 0 nor infinite in float32, nor next to it."""
+    """True for a positive number that is well away from 0 and infinity in float32."""
     return type(value) in (int, float) and 1e-30 <= value <= 1e30
 
 
@@ -54,7 +54,7 @@ class ModelConfig:
     d_model: int  # C, the width of the residual stream
     n_heads: int  # H, query heads
     n_kv_heads: int  # K, key/value heads; H is a multiple of K
-    d_head: int  # D; usually C / H, but Qwen3 chooses its own
+    d_head: int  # D; usually C / H, but Qwen3 sets it separately
     d_ff: int  # F
     vocab_size: int  # V
     max_seq_len: int  # positions the model was trained for
@@ -73,6 +73,7 @@ class ModelConfig:
     n_position_rows: int = 0
 
     def __post_init__(self) -> None:
+        # Sizes
         for field in _LIMITS:
             check_size(field, getattr(self, field))
         if self.n_heads % self.n_kv_heads:
@@ -80,6 +81,7 @@ class ModelConfig:
                 f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}; "
                 "every key/value head serves the same number of query heads."
             )
+        # Switches
         for field, allowed in _CHOICES.items():
             value = getattr(self, field)
             if value not in allowed:
@@ -88,6 +90,7 @@ class ModelConfig:
             raise ValueError(
                 f"d_head is {self.d_head}; rotary positions turn pairs, so it must be even."
             )
+        # Real numbers
         for field in ("norm_eps", "rope_theta"):
             value = getattr(self, field)
             if not is_positive(value):
@@ -95,13 +98,16 @@ class ModelConfig:
                     f"{field} is {brief(value)}; it must be a positive number, 1e-30 to 1e30."
                 )
         if self.rope_factors is not None:
-            if len(self.rope_factors) != self.d_head // 2:
-                raise ValueError(
-                    f"rope_factors has {len(self.rope_factors)} entries; d_head {self.d_head} "
-                    f"needs {self.d_head // 2}."
-                )
-            if not all(map(is_positive, self.rope_factors)):
-                raise ValueError("rope_factors must be positive numbers, 1e-30 to 1e30.")
+            self._check_rope_factors(self.rope_factors)
+
+    def _check_rope_factors(self, factors: tuple[float, ...]) -> None:
+        if len(factors) != self.d_head // 2:
+            raise ValueError(
+                f"rope_factors has {len(factors)} entries; d_head {self.d_head} needs "
+                f"{self.d_head // 2}."
+            )
+        if not all(map(is_positive, factors)):
+            raise ValueError("rope_factors must be positive numbers, 1e-30 to 1e30.")
 
     @property
     def runnable(self) -> bool:
@@ -133,7 +139,7 @@ PRESETS: dict[str, ModelConfig] = {
     config.name: config
     for config in (
         _gpt("gpt3-175b", 96, 12288, 96, 50257, "gelu", 2048),
-        # OPT's table of positions has two rows more than positions.
+        # OPT's position table has two more rows than there are positions.
         _gpt("opt-13b", 40, 5120, 40, 50272, "relu", 2050),
         ModelConfig(32, 4096, 32, 32, 128, 11008, 32000, 4096, name="llama-2-7b"),
         ModelConfig(80, 8192, 64, 8, 128, 28672, 32000, 4096, name="llama-2-70b"),

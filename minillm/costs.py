@@ -101,9 +101,9 @@ def weight_bytes(config: ModelConfig, dtype: Any) -> int:
 def quantized_bytes(config: ModelConfig, dtype: str, group_size: int = 32) -> int:
     """Bytes that a model takes as `minillm.quantize` stores it in "int8" or "int4".
 
-    int8: a byte a number and a 16-bit scale a row. int4: half a byte, and 16 bits each of scale and
-    zero for each group. The head is int8 in both, and a tied embedding is looked up from it. Norms,
-    biases and an embedding of its own have 16 bits.
+    int8: one byte per number, and a 16-bit scale per row. int4: half a byte per number, and a
+    16-bit scale and zero per group. The head is int8 in both, and a tied embedding is looked up
+    from it. Norms, biases and an untied embedding keep 16 bits.
     Raises ValueError for another dtype, and for groups that do not divide a matrix's columns.
     """
     dtype = str(dtype).removeprefix("torch.")
@@ -112,14 +112,16 @@ def quantized_bytes(config: ModelConfig, dtype: str, group_size: int = 32) -> in
     check_whole("group_size", group_size)
     c = config
     heads, vocabulary = c.n_heads * c.d_head, c.vocab_size * c.d_model
-    up = (2 if c.mlp == "swiglu" else 1) * c.d_ff  # rows: gate and up, or up
+    up = (2 if c.mlp == "swiglu" else 1) * c.d_ff  # gate and up in one matrix, or up alone
     qkv = heads + 2 * c.n_kv_heads * c.d_head
+    # (rows, columns) of a layer's matrices: qkv, out, up, down
     shapes = ((qkv, c.d_model), (c.d_model, heads), (up, c.d_model), (c.d_model, c.d_ff))
     layer = 0
     for rows, columns in shapes:
         if dtype == "int8":
-            layer += rows * columns + 2 * rows
+            layer += rows * columns + 2 * rows  # one scale per row
         elif columns % group_size == 0:
+            # scale and zero per group
             layer += rows * columns // 2 + 4 * rows * (columns // group_size)
         else:
             raise ValueError(
@@ -128,14 +130,15 @@ def quantized_bytes(config: ModelConfig, dtype: str, group_size: int = 32) -> in
             )
     in_matrices = c.n_layers * sum(rows * columns for rows, columns in shapes) + vocabulary
     head = vocabulary + 2 * c.vocab_size
+    # What is in no matrix keeps 16 bits.
     return c.n_layers * layer + head + 2 * (param_count(config) - in_matrices)
 
 
 def weight_read_bytes(config: ModelConfig, dtype: Any) -> int:
     """Bytes of weights that one forward pass has to read, whatever the batch.
 
-    All of them, except an input embedding that is not also the head: only the tokens' rows of it
-    are fetched. Those rows are neglected here, as are the rows of a learned position table.
+    All of them, except an untied input embedding: only the tokens' rows of it are fetched. Those
+    rows are neglected here, as are the rows of a learned position table.
     """
     unread = config.n_position_rows * config.d_model
     unread += 0 if config.tie_embeddings else config.vocab_size * config.d_model
@@ -161,6 +164,12 @@ def kv_cache_read_bytes(config: ModelConfig, batch_size: int, context_len: int, 
     return kv_cache_bytes(config, batch_size, context_len, dtype)
 
 
+def decode_bytes(config: ModelConfig, batch_size: int, context_len: int, dtype: Any) -> int:
+    """Bytes read per decode step: all weights once, and every sequence's cache."""
+    cache = kv_cache_read_bytes(config, batch_size, context_len, dtype)
+    return weight_read_bytes(config, dtype) + cache
+
+
 def kv_bytes_per_token(config: ModelConfig, dtype: Any) -> int:
     """Bytes that one token adds to the cache."""
     return kv_cache_bytes(config, 1, 1, dtype)
@@ -180,9 +189,9 @@ def max_batch_size(config: ModelConfig, seq_len: int, memory_bytes: int, dtype: 
 def attention_bytes(
     n_queries: int, n_keys: int, d_head: int, dtype: Any, *, block: int | None = None
 ) -> int:
-    """Bytes that one head's attention, not causal, moves between HBM and SRAM.
+    """Bytes that one head's attention, without a causal mask, moves between HBM and SRAM.
 
-    HBM is a GPU's memory, SRAM its processors' own. N = T = S in the orders of growth.
+    HBM is a GPU's main memory, SRAM is on the chip. N = T = S in the orders of growth.
     block None: plain attention. Q, K and V are read and O is written, N·d numbers each; the T × S
     scores are written, read by the softmax, written as weights and read again: Θ(N·d + N²).
     block: FlashAttention with that many queries per tile. Each tile of queries reads all keys and
@@ -209,7 +218,7 @@ def attention_flops(config: ModelConfig, n_pairs: int) -> int:
 
 
 def decode_flops(config: ModelConfig, context_len: int) -> int:
-    """FLOPs, with the head's, for one new token that attends to `context_len` tokens.
+    """FLOPs, including the head's, for one new token that attends to `context_len` tokens.
 
     The token itself is one of them.
     """
@@ -229,27 +238,3 @@ def prefill_flops(config: ModelConfig, n_tokens: int, *, last_logits_only: bool 
     if last_logits_only:
         flops -= 2 * config.vocab_size * config.d_model * max(0, n_tokens - 1)
     return flops
-
-
-# FLOPs against bytes
-
-
-def decode_bytes(config: ModelConfig, batch_size: int, context_len: int, dtype: Any) -> int:
-    """Bytes that one decode step moves: all weights once, and every sequence's cache."""
-    cache = kv_cache_read_bytes(config, batch_size, context_len, dtype)
-    return weight_read_bytes(config, dtype) + cache
-
-
-def decode_intensity(config: ModelConfig, batch_size: int, context_len: int, dtype: Any) -> float:
-    """Arithmetic intensity of a decode step in FLOPs per byte (Williams et al. 2009, roofline)."""
-    flops = batch_size * decode_flops(config, context_len)
-    return flops / decode_bytes(config, batch_size, context_len, dtype)
-
-
-def prefill_intensity(config: ModelConfig, n_tokens: int, dtype: Any) -> float:
-    """Arithmetic intensity of a prefill in FLOPs per byte.
-
-    The weights are read once, and the cache is written once.
-    """
-    moved = weight_read_bytes(config, dtype) + kv_cache_bytes(config, 1, n_tokens, dtype)
-    return prefill_flops(config, n_tokens, last_logits_only=True) / moved

@@ -3,8 +3,8 @@
 Source of the model: Williams, Waterman and Patterson 2009, "Roofline". A computation takes at least
 max(FLOPs / peak, bytes / bandwidth). The ratio peak / bandwidth, the ridge point, is the arithmetic
 intensity (FLOPs per byte) above which arithmetic limits a chip and below which memory does.
-Peaks are the makers' figures for dense products (no 2:4 sparsity), in FLOP/s and bytes/s; GB is
-10⁹ bytes.
+Peaks are the manufacturers' figures for dense products (no 2:4 sparsity), in FLOP/s and bytes/s; GB
+is 10⁹ bytes.
 Not here: caches, launch overhead, interconnects. They are part of the gap between measured times
 and the roofline.
 """
@@ -27,8 +27,7 @@ class Hardware:
     bandwidth: float
     peak_flops: dict[str, float]
     source: str
-    # Measured only: bytes read plus bytes written per second by a copy.
-    copy_bandwidth: float | None = None
+    copy_bandwidth: float | None = None  # measured only: bytes/s read plus bytes/s written
 
     @staticmethod
     def preset(name: str) -> "Hardware":
@@ -43,8 +42,8 @@ class Hardware:
     def measure(device: Any = "cpu") -> "Hardware":
         """This machine's read and copy bandwidth and matmul peaks, in 5 to 10 seconds.
 
-        device: a name or a torch.device. `bandwidth` is `minillm.measure.read_bandwidth`, the
-        middle one of three measurements.
+        device: a name or a torch.device. `bandwidth` is the median of three measurements by
+        `minillm.measure.read_bandwidth`.
         """
         import torch  # here, so that presets and the roofline work without it
 
@@ -67,7 +66,7 @@ class Hardware:
 
 
 def roofline_seconds(hardware: Hardware, flops: float, n_bytes: float, dtype: Any) -> float:
-    """Least time for `flops` and `n_bytes` on `hardware`: the longer of arithmetic and memory."""
+    """Lower bound in seconds on `hardware`: the longer of arithmetic and memory time."""
     return max(flops / hardware.peak(dtype), n_bytes / hardware.bandwidth)
 
 

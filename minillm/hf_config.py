@@ -1,10 +1,10 @@
-"""config.json of a Hugging Face checkpoint, read and refused.
+"""config.json of a Hugging Face checkpoint: read here, and refused where it cannot be run.
 
 Sources: the configuration classes of transformers 4 and 5; Dubey et al. 2024, section 3.4.2, for
 Llama 3's rope scaling.
-The file comes from others: each number is checked, and whatever would change the mathematics and is
-not implemented is refused by name, never run wrongly.
-Not here: sliding windows, other rope scalings than Llama 3's, rotation of a part of D.
+The file is untrusted: each number is checked, and whatever would change the mathematics and is not
+implemented is refused by name, never run wrongly.
+Not here: sliding windows, rope scaling other than Llama 3's, rotation of only a part of D.
 """
 
 import math
@@ -13,36 +13,20 @@ from typing import Any
 from minillm.config import ModelConfig, check_size, is_positive
 from minillm.tools.checks import brief
 
+# Reading
 
-def from_hf(raw: dict[str, Any], name: str = "custom") -> "ModelConfig":
+
+def from_hf(raw: dict[str, Any], name: str = "custom") -> ModelConfig:
     """A Hugging Face `config.json` (already parsed) as a `ModelConfig`.
 
     Accepts model_type llama, mistral, qwen2 and qwen3 with full attention, in the spelling of
     transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`). Raises ValueError
     naming what is not implemented.
     """
-    if not isinstance(raw, dict):
-        raise ValueError(
-            f"The config is a {type(raw).__name__}; config.json must hold one JSON object."
-        )
-    kind = raw.get("model_type")
-    if kind not in ("llama", "mistral", "qwen2", "qwen3"):
-        raise ValueError(
-            f"model_type {brief(kind)} is not implemented; supported are llama, mistral, "
-            "qwen2 and qwen3."
-        )
+    kind = _model_type(raw)
     _refuse_unsupported(raw, kind)
-
     n_heads, d_model = _integer(raw, "num_attention_heads"), _integer(raw, "hidden_size")
-    if raw.get("head_dim") is None and (n_heads < 1 or d_model % n_heads):
-        raise ValueError(
-            f"hidden_size {brief(d_model)} is not a multiple of num_attention_heads "
-            f"{brief(n_heads)}, and head_dim is not given."
-        )
-    # Qwen3 has always had heads of its own size; the others derive it unless the file says so.
-    usual = 128 if kind == "qwen3" else d_model // max(1, n_heads)
-    d_head = _integer(raw, "head_dim", usual)
-    check_size("d_head", d_head)  # before a list of D/2 factors is made
+    d_head = _head_dim(raw, kind, n_heads, d_model)
     bias = _flag(raw, "attention_bias")
     theta, factors = _rope(raw, d_head)
     return ModelConfig(
@@ -58,11 +42,40 @@ def from_hf(raw: dict[str, Any], name: str = "custom") -> "ModelConfig":
         norm_eps=raw.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_factors=factors,
+        # Qwen2 always has biases on q, k and v, and none on the output.
         qkv_bias=kind == "qwen2" or bias,
         attn_out_bias=kind != "qwen2" and bias,
         qk_norm=kind == "qwen3",
         tie_embeddings=_flag(raw, "tie_word_embeddings"),
     )
+
+
+def _model_type(raw: dict[str, Any]) -> str:
+    if not isinstance(raw, dict):
+        raise ValueError(
+            f"The config is a {type(raw).__name__}; config.json must hold one JSON object."
+        )
+    kind = raw.get("model_type")
+    if kind not in ("llama", "mistral", "qwen2", "qwen3"):
+        raise ValueError(
+            f"model_type {brief(kind)} is not implemented; only llama, mistral, qwen2 and qwen3 "
+            "are supported."
+        )
+    return kind
+
+
+def _head_dim(raw: dict[str, Any], kind: str, n_heads: int, d_model: int) -> int:
+    """D: as the file gives it, or derived from C and H."""
+    if raw.get("head_dim") is None and (n_heads < 1 or d_model % n_heads):
+        raise ValueError(
+            f"hidden_size {brief(d_model)} is not a multiple of num_attention_heads "
+            f"{brief(n_heads)}, and head_dim is not given."
+        )
+    # Qwen3's default is a fixed number; the others divide the width among the heads.
+    default = 128 if kind == "qwen3" else d_model // max(1, n_heads)
+    d_head = _integer(raw, "head_dim", default)
+    check_size("d_head", d_head)  # before a list of D/2 factors is made
+    return d_head
 
 
 def _integer(raw: dict[str, Any], key: str, default: int | None = None) -> int:
@@ -82,78 +95,40 @@ def _flag(raw: dict[str, Any], key: str) -> bool:
     return value
 
 
-def _refuse_unsupported(raw: dict[str, Any], kind: str) -> None:
-    """Raise ValueError for each switch that would change the mathematics and is not implemented."""
-    architectures = raw.get("architectures") or []
-    if not isinstance(architectures, list) or any(
-        not str(name).endswith("ForCausalLM") for name in architectures
-    ):
-        raise ValueError(
-            f"architectures {brief(architectures)} is not implemented; only a ...ForCausalLM model "
-            "can be loaded."
-        )
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ValueError(
-            f"hidden_act {brief(activation)} is not implemented; the feed-forward network uses "
-            "silu."
-        )
-    if raw.get("mlp_bias"):
-        raise ValueError(
-            "mlp_bias is not implemented; only models without biases in the feed-forward network "
-            "can be loaded."
-        )
-    if raw.get("quantization_config") is not None:
-        raise ValueError(
-            "quantization_config is set; load the unquantized checkpoint, or a GGUF file."
-        )
-    _refuse_partial_rotation(raw)
-    window = raw.get("sliding_window")
-    windowed = window is not None and (kind == "mistral" or raw.get("use_sliding_window", False))
-    layer_types = raw.get("layer_types") or []
-    if not isinstance(layer_types, list):
-        raise ValueError(f"config.json has layer_types = {brief(layer_types)}; it must be a list.")
-    if windowed or any(t != "full_attention" for t in layer_types):
-        raise ValueError(
-            f"sliding_window {brief(window)} is not implemented; only full attention can be run."
-        )
-
-
-def _refuse_partial_rotation(parameters: dict[str, Any]) -> None:
-    factor = parameters.get("partial_rotary_factor", 1.0)
-    if factor != 1.0:
-        raise ValueError(
-            f"partial_rotary_factor {brief(factor)} is not implemented; all of D must be rotated."
-        )
-
-
 def _rope(raw: dict[str, Any], d_head: int) -> tuple[float, tuple[float, ...] | None]:
-    """(theta, factors) from `rope_theta` and `rope_scaling`, or from `rope_parameters`."""
-    merged: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        part = raw.get(key)
-        if part is not None and not isinstance(part, dict):
-            raise ValueError(f"config.json has {key} = {brief(part)}; it must be an object.")
-        merged |= part or {}
-    theta = merged.get("rope_theta", raw.get("rope_theta", 10000.0))
+    """Theta and, for Llama 3's scaling, the (D/2,) divisors of the rotary frequencies."""
+    parameters = _rope_parameters(raw)
+    theta = parameters.get("rope_theta", raw.get("rope_theta", 10000.0))
     if type(theta) not in (int, float) or not 1 < theta < 1e30:
         raise ValueError(f"rope_theta is {brief(theta)}; it must be a number above 1.")
-    _refuse_partial_rotation(merged)
-    rope_type = merged.get("rope_type", merged.get("type", "default"))
+    _refuse_partial_rotation(parameters)
+    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     if rope_type == "default":
         return float(theta), None
     if rope_type != "llama3":
         raise ValueError(
-            f"rope scaling {brief(rope_type)} is not implemented; supported are default and llama3."
+            f"rope scaling {brief(rope_type)} is not implemented; only default and llama3 are "
+            "supported."
         )
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    values = [merged.get(key) for key in keys]
+    values = [parameters.get(key) for key in keys]
     if not all(map(is_positive, values)) or values[2] <= values[1]:
         raise ValueError(
             "rope scaling llama3 needs positive factor, low_freq_factor, high_freq_factor (the "
             f"larger) and original_max_position_embeddings; config.json has {brief(values)}."
         )
     return float(theta), llama3_rope_factors(theta, d_head, *values)
+
+
+def _rope_parameters(raw: dict[str, Any]) -> dict[str, Any]:
+    """`rope_scaling` of transformers 4 and `rope_parameters` of 5 in one dictionary."""
+    merged: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        part = raw.get(key)
+        if part is not None and not isinstance(part, dict):
+            raise ValueError(f"config.json has {key} = {brief(part)}; it must be an object.")
+        merged |= part or {}
+    return merged
 
 
 def llama3_rope_factors(
@@ -172,3 +147,64 @@ def llama3_rope_factors(
         keep = min(1.0, max(0.0, (original_len / wavelength - low) / (high - low)))
         factors.append(1 / ((1 - keep) / factor + keep))
     return tuple(factors)
+
+
+# Refusals
+
+
+def _refuse_unsupported(raw: dict[str, Any], kind: str) -> None:
+    """Raise ValueError for each switch that would change the mathematics and is not implemented."""
+    _refuse_other_architectures(raw)
+    _refuse_other_mlps(raw)
+    if raw.get("quantization_config") is not None:
+        raise ValueError(
+            "quantization_config is set; load the unquantized checkpoint, or a GGUF file."
+        )
+    _refuse_partial_rotation(raw)
+    _refuse_sliding_windows(raw, kind)
+
+
+def _refuse_other_architectures(raw: dict[str, Any]) -> None:
+    architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list) or any(
+        not str(name).endswith("ForCausalLM") for name in architectures
+    ):
+        raise ValueError(
+            f"architectures {brief(architectures)} is not implemented; only a ...ForCausalLM model "
+            "can be loaded."
+        )
+
+
+def _refuse_other_mlps(raw: dict[str, Any]) -> None:
+    activation = raw.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ValueError(
+            f"hidden_act {brief(activation)} is not implemented; the feed-forward network uses "
+            "silu."
+        )
+    if raw.get("mlp_bias"):
+        raise ValueError(
+            "mlp_bias is not implemented; only models without biases in the feed-forward network "
+            "can be loaded."
+        )
+
+
+def _refuse_partial_rotation(parameters: dict[str, Any]) -> None:
+    factor = parameters.get("partial_rotary_factor", 1.0)
+    if factor != 1.0:
+        raise ValueError(
+            f"partial_rotary_factor {brief(factor)} is not implemented; all of D must be rotated."
+        )
+
+
+def _refuse_sliding_windows(raw: dict[str, Any], kind: str) -> None:
+    window = raw.get("sliding_window")
+    # Only Mistral turns its window on by naming it; Qwen has a switch, which is off by default.
+    windowed = window is not None and (kind == "mistral" or raw.get("use_sliding_window", False))
+    layer_types = raw.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise ValueError(f"config.json has layer_types = {brief(layer_types)}; it must be a list.")
+    if windowed or any(t != "full_attention" for t in layer_types):
+        raise ValueError(
+            f"sliding_window {brief(window)} is not implemented; only full attention can be run."
+        )
