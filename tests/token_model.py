@@ -17,7 +17,7 @@ from minillm import Engine, EngineConfig, Sampling
 from minillm.paged import PagedKVCache
 from minillm.sampling import next_tokens
 from minillm.serving.request import Request
-from minillm.serving.scheduler import StepPlan
+from minillm.serving.step_plan import StepPlan
 
 VOCAB = 3
 

@@ -12,7 +12,6 @@ Not here: HTTP; several devices (`minillm.parallel.serving`); starting again aft
 """
 
 import logging
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
@@ -28,8 +27,9 @@ from minillm.serving.engine_config import EngineConfig
 from minillm.serving.model_runner import draw_tokens, forward
 from minillm.serving.proposals import Proposals, Proposer
 from minillm.serving.recovery import Recovery, restarted
-from minillm.serving.request import Completion, Request
-from minillm.serving.scheduler import Scheduler, StepPlan
+from minillm.serving.request import Completion, Request, parallel_samples
+from minillm.serving.scheduler import Scheduler
+from minillm.serving.step_plan import StepPlan
 from minillm.serving.timeline import Clock, Stats
 from minillm.tools.checks import brief, check_request
 
@@ -137,22 +137,10 @@ class Engine:
             check_sampling(sampling)
         if on_token is not None and not callable(on_token):
             raise TypeError(f"on_token is {brief(on_token)}; give a function of one token id.")
-        arrival = self.clock.arrival(arrival)
-        requests: list[Request] = []
-        for i, sampling in enumerate(samplings, self._next_id):
-            drawn = sampling is not None and not sampling.greedy
-            request = Request(
-                i,
-                list(ids),
-                max_new_tokens,
-                stop_ids=stop,
-                sampling=sampling,
-                parent=requests[0] if requests else None,
-                on_token=on_token,
-                uniforms=sampling.uniforms(max_new_tokens) if drawn else array("d"),
-                arrival=arrival,
-            )
-            requests.append(request)
+        requests = parallel_samples(
+            self._next_id, ids, max_new_tokens, samplings,
+            stop_ids=stop, on_token=on_token, arrival=self.clock.arrival(arrival),
+        )  # fmt: skip
         if max_new_tokens:
             self.scheduler.check(requests[0], len(requests))
         self._take(requests)

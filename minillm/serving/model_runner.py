@@ -15,7 +15,7 @@ from minillm.paged import PagedKVCache
 from minillm.sampling import greedy, next_tokens
 from minillm.serving.cuda_graphs import DecodeGraphs
 from minillm.serving.request import Request
-from minillm.serving.scheduler import Item
+from minillm.serving.step_plan import Item
 
 
 def forward(

@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -109,6 +109,36 @@ class Request:
             duration=self.ended_at - self.arrival,
             error=self.error,
         )
+
+
+def parallel_samples(
+    first_id: int,
+    ids: Sequence[int],
+    max_new_tokens: int,
+    samplings: Sequence[Any],
+    *,
+    stop_ids: frozenset[int],
+    on_token: Callable[[int], None] | None,
+    arrival: float,
+) -> list[Request]:
+    """A request for each of `samplings`, all with one prompt, which the first one computes."""
+    requests: list[Request] = []
+    for i, sampling in enumerate(samplings, first_id):
+        drawn = sampling is not None and not sampling.greedy
+        request = Request(
+            i,
+            list(ids),
+            max_new_tokens,
+            stop_ids=stop_ids,
+            sampling=sampling,
+            parent=requests[0] if requests else None,
+            on_token=on_token,
+            arrival=arrival,
+        )
+        if drawn:
+            request.uniforms = sampling.uniforms(max_new_tokens)
+        requests.append(request)
+    return requests
 
 
 @dataclass(frozen=True)

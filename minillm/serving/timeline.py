@@ -5,7 +5,8 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from minillm.serving.scheduler import Scheduler, StepPlan
+from minillm.serving.scheduler import Scheduler
+from minillm.serving.step_plan import StepPlan
 from minillm.tools.checks import brief
 
 
