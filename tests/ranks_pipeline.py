@@ -109,10 +109,10 @@ def check_loading() -> None:
     assert held < 0.6 * sum(p.numel() for p in model.parameters())
 
 
-def check_grid() -> None:
+def check_stages_of_two_ranks() -> None:
     """Two stages of two ranks."""
     tokens = torch.tensor([PROMPT, PROMPT[::-1], [1] * 7])
-    folder = Path(os.environ["MINILLM_TEST_FOLDER"]) / "grid"
+    folder = Path(os.environ["MINILLM_TEST_FOLDER"]) / "stages"
     for changes in ({}, {"tie_embeddings": True, "attn_out_bias": True, "qkv_bias": True}):
         model = lively(seed=3, n_layers=5, **changes)
         if os.environ["RANK"] == "0":
@@ -150,7 +150,7 @@ if __name__ == "__main__":
         stage.forward(torch.tensor([PROMPT]))
         stage.generate(torch.tensor([PROMPT]), 4)
     elif os.environ["WORLD_SIZE"] == "4":
-        check_grid()
+        check_stages_of_two_ranks()
     else:
         for check in (
             check_logits, check_tokens, check_generate, check_rank_0_schedules, check_loading

@@ -265,7 +265,7 @@ def test_refused_before_any_rank_is_asked(monkeypatch):
         pipeline_parallel(model, n_microbatches=1)
     with pytest.raises(ValueError, match="n_microbatches is 0"):
         pipeline_parallel(model, n_microbatches=0)
-    with pytest.raises(ValueError, match="dtype is 'int8', and shards are read in float32"):
+    with pytest.raises(ValueError, match="dtype is 'int8', but shards are read in float32"):
         load_tensor_parallel(dtype="int8")
     graphs = EngineConfig(n_blocks=8, cuda_graphs=True)
     with pytest.raises(ValueError, match="cuda_graphs is for one rank"):

@@ -1,6 +1,6 @@
 """python -m minillm.parallel generate --tp 3 "…": one model on several ranks of this machine.
 
-It starts torchrun on itself. For several machines start torchrun on each of them:
+The command starts torchrun on itself. For several machines, start torchrun on each of them:
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
         -m minillm.parallel generate --tp 8 --pp 2 --model FOLDER "…"
@@ -10,20 +10,25 @@ import argparse
 import os
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
-from minillm.parallel.collectives import inside_torchrun, own_device, started, world_size
+from minillm.parallel.collectives import Group, init, inside_torchrun, own_device, world_size
 from minillm.tools.checks import check_whole
 from minillm.tools.command_line import Parser, run
+
+if TYPE_CHECKING:
+    from minillm.model import Decoder
+    from minillm.tokenizer import Tokenizer
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m minillm.parallel", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="generate")
     command = commands.add_parser("generate", help="continue a prompt")
-    command.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share a layer")
-    command.add_argument("--pp", type=int, default=1, metavar="N", help="stages of layers")
+    command.add_argument("--tp", type=int, default=1, metavar="N", help="ranks per layer")
+    command.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages")
     command.add_argument(
-        "--sequence-parallel", action="store_true", help="with --tp: cut the sequence as well"
+        "--sequence-parallel", action="store_true", help="with --tp: split the sequence as well"
     )
     command.add_argument("--model", help="a folder, a .gguf file or a hub id")
     command.add_argument("--dtype", default="auto", help="as in python -m minillm generate")
@@ -40,19 +45,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _generate(options: argparse.Namespace, arguments: list[str]) -> int:
-    for name in ("tp", "pp"):
-        check_whole(f"--{name}", getattr(options, name))
+    check_whole("--tp", options.tp)
+    check_whole("--pp", options.pp)
     size = options.tp * options.pp
     _check(options)
-    if inside_torchrun():
-        _rank(options, size)
+    if inside_torchrun():  # this process is one of the ranks
+        _run_rank(options, size)
         return 0
     start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}"]
     return subprocess.run([*start, "-m", "minillm.parallel", *arguments], check=False).returncode
 
 
 def _check(options: argparse.Namespace) -> None:
-    """ValueError, before any rank is started, for what the model does not allow."""
+    """ValueError, before any rank starts, for options that do not fit the model."""
     from minillm.parallel.loading import device_and_plain_dtype
     from minillm.parallel.plan import check_size, check_stages
     from minillm.weights.loading import opened
@@ -64,35 +69,49 @@ def _check(options: argparse.Namespace) -> None:
         check_size(checkpoint.config, options.tp)
         check_stages(checkpoint.config.n_layers, options.pp)
     if tokenizer is None:
-        raise ValueError("The model's folder has no tokenizer; give one that has.")
+        raise ValueError("The model's folder has no tokenizer; give a model that has one.")
     n, longest = len(tokenizer.encode(options.prompt)), checkpoint.config.max_seq_len
     if n + options.max_new_tokens > longest:
         raise ValueError(
             f"{n} prompt tokens and {options.max_new_tokens} new ones are more than the model's "
-            f"{longest} positions; ask for fewer."
+            f"{longest} positions; ask for fewer new tokens."
         )
 
 
-def _rank(options: argparse.Namespace, size: int) -> None:
-    from minillm.generation import generate
+def _load(options: argparse.Namespace) -> "tuple[Decoder, Tokenizer, list[Group]]":
+    """This rank's part of the model, the tokenizer, and the groups whose ledgers count."""
     from minillm.parallel.loading import load_pipeline, load_tensor_parallel
     from minillm.parallel.tensor import tensor_parallel
     from minillm.weights.loading import load
 
-    if size != world_size():
-        raise ValueError(f"{size} ranks are asked for, and torchrun started {world_size()}.")
-    ways = {"dtype": options.dtype, "sequence_parallel": options.sequence_parallel}
+    dtype, sequence_parallel = options.dtype, options.sequence_parallel
     if options.pp > 1:
-        stage, tokenizer = load_pipeline(options.model, n_microbatches=1, tp=options.tp, **ways)
-        model, groups = stage.model, [stage.group, getattr(stage.model, "group", None)]
-    elif options.dtype in ("int8", "int4"):  # cut as they are stored
-        started()
-        model, tokenizer = load(options.model, device=own_device(), dtype=options.dtype)
-        model = tensor_parallel(model, sequence_parallel=options.sequence_parallel)
-        groups = [model.group]
+        stage, tokenizer = load_pipeline(
+            options.model, n_microbatches=1, tp=options.tp, dtype=dtype,
+            sequence_parallel=sequence_parallel,
+        )  # fmt: skip
+        groups = (stage.group, stage.tensor_group)
+        return stage.model, tokenizer, [group for group in groups if group is not None]
+    if dtype in ("int8", "int4"):  # loaded whole, then cut as they are stored
+        init()
+        whole, tokenizer = load(options.model, device=own_device(), dtype=dtype)
+        model = tensor_parallel(whole, sequence_parallel=sequence_parallel)
     else:
-        model, tokenizer = load_tensor_parallel(options.model, **ways)
-        groups = [model.group]
+        model, tokenizer = load_tensor_parallel(
+            options.model, dtype=dtype, sequence_parallel=sequence_parallel
+        )
+    return model, tokenizer, [model.group]
+
+
+def _run_rank(options: argparse.Namespace, size: int) -> None:
+    """Generate together with the other ranks; rank 0 prints."""
+    from minillm.generation import generate
+
+    if size != world_size():
+        raise ValueError(
+            f"--tp and --pp ask for {size} ranks, but torchrun started {world_size()}."
+        )
+    model, tokenizer, groups = _load(options)
     is_first = os.environ["RANK"] == "0"
     stream = tokenizer.stream()
 
@@ -103,7 +122,7 @@ def _rank(options: argparse.Namespace, size: int) -> None:
     ids = tokenizer.encode(options.prompt)
     generate(model, ids, options.max_new_tokens, stop_ids=tokenizer.stop_ids, on_token=show)
     if is_first:
-        sent = sum(sum(group.sent.values()) for group in groups if group is not None)
+        sent = sum(sum(group.sent.values()) for group in groups)
         print(stream.flush())
         print(f"{size} ranks; rank 0 sent {sent:,} bytes", flush=True)
 

@@ -1,13 +1,13 @@
-"""What ranks tell each other: collectives over torch.distributed, and a ledger of their bytes.
+"""What ranks send each other: collectives over torch.distributed, and a ledger of their bytes.
 
 Sources: Patarasuk and Yuan 2009 (ring all-reduce), for the bytes; Korthikanti et al. 2022, section
 4.2, for the all-reduce as a reduce-scatter and an all-gather.
-Cost: bytes that each of p ranks sends, for a tensor of n bytes in all:
+Cost: bytes that each of R ranks sends, for a tensor of n bytes in all:
 
-    all_reduce       2 n (p - 1) / p      everyone gets the sum
-    all_gather         n (p - 1) / p      everyone gets everyone's part
-    reduce_scatter     n (p - 1) / p      everyone gets a part of the sum
-    broadcast          n                  counted for the source: everyone gets its tensor
+    all_reduce       2 n (R - 1) / R      all ranks get the sum
+    all_gather         n (R - 1) / R      all ranks get all parts
+    reduce_scatter     n (R - 1) / R      each rank gets one part of the sum
+    broadcast          n                  all ranks get the source's tensor; only the source counts
 """
 
 import atexit
@@ -24,13 +24,13 @@ from minillm.model import Decoder
 from minillm.quantization.quantize import stored_as
 
 TIMEOUT = datetime.timedelta(seconds=50)
-"""A collective that takes longer fails: some rank hangs. One that is gone is noticed at once."""
+"""A collective that takes longer fails: some rank hangs. (A rank that died is noticed at once.)"""
 PATIENCE = datetime.timedelta(days=1)
-"""Where ranks may wait long for good reasons: for a file to be read, for the next request."""
+"""Limit where a long wait is normal: while a file is read, or until the next request."""
 
 
-def started() -> None:
-    """Join the other ranks, once; the environment says who and where they are, as torchrun sets it.
+def init() -> None:
+    """Join the process group of torchrun's ranks, unless this process is in it already.
 
     RuntimeError outside torchrun.
     """
@@ -43,14 +43,14 @@ def started() -> None:
         )
     if (device := own_device()).type == "cuda":
         torch.cuda.set_device(device)
-    # Its functions keep the group that exists when it is imported: none yet.
+    # Imported first: its functions hold on to a group that exists when they are defined.
     importlib.import_module("torch.distributed.nn.functional")
     dist.init_process_group(_backend(), timeout=TIMEOUT)
-    atexit.register(left)
+    atexit.register(shutdown)
 
 
 def own_device() -> torch.device:
-    """This rank's GPU; the CPU where there are fewer GPUs than ranks on this machine."""
+    """This rank's GPU, or the CPU if this machine has fewer GPUs than ranks."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if torch.cuda.is_available() and torch.cuda.device_count() >= here:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -62,21 +62,22 @@ def _backend() -> str:
 
 
 def patient_group() -> "dist.ProcessGroup":
-    """A group for messages on the CPU that may be long in coming; all ranks must ask for it."""
+    """A gloo group whose messages may take up to `PATIENCE`; every rank must call this."""
     return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def wait_for_all() -> None:
-    """Until all ranks are here, however long that takes."""
+    """Block until all ranks are here, however long that takes."""
     group = patient_group()
     dist.barrier(group)
     dist.destroy_process_group(group)
 
 
-def left() -> None:
-    """Ends the threads that still listen: one of them could abort the process at its end.
+def shutdown() -> None:
+    """Leave the process group and end its listening threads.
 
-    They end with the last reference to the group, so no module may have been given one.
+    A thread that still listens as Python exits could abort the process. The threads end with the
+    last reference to the group, so no imported module may hold one.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -88,14 +89,14 @@ def inside_torchrun() -> bool:
 
 
 def world_size() -> int:
-    """How many ranks there are; 1 outside torchrun. No rank is asked."""
+    """The number of ranks, from the environment; 1 outside torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Group:
     """The ranks that share a model, and what this one has sent to the others.
 
-    sent: bytes by the formulas above, for each collective.
+    sent: bytes by each collective, by the formulas above.
     """
 
     def __init__(self, group: "dist.ProcessGroup | None" = None):
@@ -104,27 +105,27 @@ class Group:
         self.sent: Counter[str] = Counter()
 
     def __deepcopy__(self, memo: dict) -> "Group":
-        return self  # the copies of a model talk to the same ranks
+        return self  # copies of a model use the same ranks
 
     def global_rank(self, rank: int) -> int:
-        """The number that this group's `rank` has among all ranks."""
+        """The number among all ranks of this group's `rank`."""
         return dist.get_global_rank(self.process_group or dist.group.WORLD, rank)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of everyone's x, in x."""
+        """The sum of all ranks' x, in place."""
         self.note("all_reduce", 2 * x.nbytes * (self.size - 1) / self.size)
         dist.all_reduce(x, group=self.process_group)
         return x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """Everyone's x, all of one shape, one after another along `dim`."""
+        """All ranks' x, which have the same shape, concatenated along `dim`."""
         self.note("all_gather", x.nbytes * (self.size - 1))
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self.process_group)
         return torch.cat(parts, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part, along `dim`, of the sum of everyone's x; the size divides it."""
+        """This rank's part, along `dim`, of the sum of all ranks' x; the size must divide `dim`."""
         self.note("reduce_scatter", x.nbytes * (self.size - 1) / self.size)
         parts = [part.contiguous() for part in x.chunk(self.size, dim)]
         mine = torch.empty_like(parts[0])
@@ -132,13 +133,13 @@ class Group:
         return mine
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """The source's x, in everyone's x."""
+        """The x of rank `source`, written into x on every rank."""
         self.note("broadcast", x.nbytes if self.rank == source else 0)
         dist.broadcast(x, self.global_rank(source), group=self.process_group)
         return x
 
     def same_everywhere(self, what: str, value: str) -> None:
-        """ValueError, on all ranks, if some rank's value is not that of rank 0."""
+        """ValueError, on all ranks, if any rank's value differs from rank 0's."""
         values: list[str] = [""] * self.size
         dist.all_gather_object(values, value, group=self.process_group)
         for rank, other in enumerate(values):
@@ -150,12 +151,13 @@ class Group:
 
     @classmethod
     def sharing(cls, model: Decoder, **settings: object) -> "Group":
-        """All ranks; ValueError on all if their models' configs or formats, or settings, differ.
+        """The group of all ranks, after checking that they hold the same model.
 
-        ValueError for a model on another GPU than this rank's, RuntimeError outside torchrun.
+        ValueError, on all ranks, if their configs, formats or settings differ, and for a model on
+        another GPU than this rank's. RuntimeError outside torchrun.
         """
-        started()
-        wait_for_all()  # some may still read their model
+        init()
+        wait_for_all()  # some may still be reading their model
         if model.device.type == "cuda" and model.device != own_device():
             raise ValueError(
                 f"The model lies on {model.device}, and this rank computes on {own_device()}; "
@@ -167,18 +169,19 @@ class Group:
         return group
 
     @classmethod
-    def grid(cls, rows: int) -> "tuple[Group, Group]":
-        """All ranks as a table of so many rows: the ranks in this one's row, and in its column.
+    def tensor_and_pipeline(cls, n_stages: int) -> "tuple[Group, Group]":
+        """The ranks of this rank's stage, and the ranks in the same place of every stage.
 
-        Neighbours in a row are neighbours in number, so they share a machine if any ranks do.
+        The ranks of a stage have consecutive numbers, so they share a machine if any ranks do.
         """
-        size, rank = dist.get_world_size(), dist.get_rank()
-        n = size // rows
-        of_rows = [list(range(row * n, (row + 1) * n)) for row in range(rows)]
-        of_columns = [list(range(column, size, n)) for column in range(n)]
-        groups = [dist.new_group(ranks, timeout=TIMEOUT) for ranks in of_rows + of_columns]
-        return cls(groups[rank // n]), cls(groups[rows + rank % n])
+        R, rank = dist.get_world_size(), dist.get_rank()
+        tp = R // n_stages
+        in_stage = [list(range(stage * tp, (stage + 1) * tp)) for stage in range(n_stages)]
+        across_stages = [list(range(place, R, tp)) for place in range(tp)]
+        # Every rank must take part in making every group, also those it is not in.
+        groups = [dist.new_group(ranks, timeout=TIMEOUT) for ranks in in_stage + across_stages]
+        return cls(groups[rank // tp]), cls(groups[n_stages + rank % tp])
 
     def note(self, name: str, sent: float) -> None:
-        """Count what this rank sends in a call."""
+        """Add the bytes that this rank sends in one call to the ledger."""
         self.sent[name] += round(sent)

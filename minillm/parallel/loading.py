@@ -1,12 +1,12 @@
-"""Loading by shard: a rank reads and keeps only its own part of a checkpoint.
+"""Sharded loading: a rank reads and keeps only its own part of a checkpoint.
 
 Sources: the safetensors format, whose header says where each tensor's rows lie.
-Cost: of N bytes of weights each of p ranks reads and holds about N / p, and a slice of 16 MiB.
+Cost: each of R ranks reads and holds about 1 / R of the weights' bytes, plus a buffer of 16 MiB.
 
-The model is built on PyTorch's meta device, which has shapes and no numbers, and cut there as
-`tensor_parallel` and `pipeline_parallel` cut any model. What is left gets memory, and is read. A
-GGUF file's columns are cut from its rows after these are read.
-Not here: formats of fewer bits. Load the whole model in one of them, and cut it.
+The model is built on PyTorch's meta device, which has shapes but no numbers, and cut there as
+`tensor_parallel` and `pipeline_parallel` cut any model. Only this rank's part is then allocated and
+read. In a GGUF file columns are cut from rows that have been read.
+Not here: quantized formats. For these, load the whole model and cut it.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from minillm.model import Decoder
 from minillm.parallel.collectives import inside_torchrun, own_device, wait_for_all
 from minillm.parallel.pipeline import Stage, pipeline_parallel
 from minillm.parallel.plan import Plan, part
-from minillm.parallel.tensor import tensor_parallel
+from minillm.parallel.tensor import ShardedDecoder, tensor_parallel
 from minillm.tokenizer import Tokenizer
 from minillm.tools.devices import device_and_dtype
 from minillm.weights.build import Checkpoint, empty_model, fill, parameter_sources
@@ -31,20 +31,20 @@ def load_tensor_parallel(
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     sequence_parallel: bool = False,
-) -> tuple[Decoder, Tokenizer | None]:
-    """This rank's part of a checkpoint, as `tensor_parallel` makes it of a whole model.
+) -> tuple[ShardedDecoder, Tokenizer | None]:
+    """This rank's part of a checkpoint, as `tensor_parallel` cuts it from a whole model.
 
-    source, device and dtype: as in `minillm.load`, but for int8 and int4. Every rank calls it
-    alike, inside torchrun. Errors as in `minillm.load` and `tensor_parallel`.
+    source, device, dtype: as in `minillm.load`, without int8 and int4. Every rank makes the same
+    call, inside torchrun. Errors as in `minillm.load` and `tensor_parallel`.
     """
     device, dtype = device_and_plain_dtype(device, dtype)
     with opened(source) as (checkpoint, tokenizer):
         model = empty_model(checkpoint, dtype)
-        part_of_it = tensor_parallel(model, sequence_parallel=sequence_parallel)
-        group = part_of_it.group
-        _read(checkpoint, part_of_it, device, Plan(model.config, group.size, group.rank), 0)
+        sharded = tensor_parallel(model, sequence_parallel=sequence_parallel)
+        plan = Plan(model.config, sharded.group.size, sharded.group.rank)
+        _read(checkpoint, sharded, device, plan, first_layer=0)
     wait_for_all()
-    return part_of_it, tokenizer
+    return sharded, tokenizer
 
 
 def load_pipeline(
@@ -56,9 +56,9 @@ def load_pipeline(
     dtype: str | torch.dtype = "auto",
     sequence_parallel: bool = False,
 ) -> tuple[Stage, Tokenizer | None]:
-    """This rank's stage of a checkpoint, as `pipeline_parallel` makes it of a whole model.
+    """This rank's stage of a checkpoint, as `pipeline_parallel` cuts it from a whole model.
 
-    The other arguments and the errors: `load_tensor_parallel`.
+    Other arguments and errors as in `load_tensor_parallel`.
     """
     device, dtype = device_and_plain_dtype(device, dtype)
     with opened(source) as (checkpoint, tokenizer):
@@ -66,7 +66,7 @@ def load_pipeline(
         stage = pipeline_parallel(
             model, n_microbatches=n_microbatches, tp=tp, sequence_parallel=sequence_parallel
         )
-        plan = Plan(model.config, tp, stage.model.group.rank if tp > 1 else 0)
+        plan = Plan(model.config, tp, stage.tensor_group.rank if stage.tensor_group else 0)
         first = part(len(model.layers), stage.group.size, stage.group.rank).start
         _read(checkpoint, stage.model, device, plan, first)
     wait_for_all()
@@ -76,11 +76,13 @@ def load_pipeline(
 def device_and_plain_dtype(
     device: str | torch.device, dtype: str | torch.dtype
 ) -> tuple[torch.device, torch.dtype]:
-    """`minillm.tools.devices.device_and_dtype`, on this rank's own device; ValueError for int8,
-    int4."""
+    """`device_and_dtype` of `minillm.tools.devices`; "auto" means this rank's own device.
+
+    ValueError for int8 and int4.
+    """
     if dtype in ("int8", "int4"):
         raise ValueError(
-            f"dtype is {dtype!r}, and shards are read in float32, float16 or bfloat16; load the "
+            f"dtype is {dtype!r}, but shards are read in float32, float16 or bfloat16; load the "
             "whole model with minillm.load, and give it to tensor_parallel or pipeline_parallel."
         )
     if device == "auto" and inside_torchrun():
@@ -91,12 +93,12 @@ def device_and_plain_dtype(
 def _read(
     checkpoint: Checkpoint, model: Decoder, device: torch.device, plan: Plan, first_layer: int
 ) -> None:
-    """Memory and numbers for all that is on the meta device.
+    """Allocate and read all that is on the meta device.
 
-    first_layer: of the checkpoint, that is the model's layer 0.
+    first_layer: the layer of the checkpoint that is the model's layer 0.
     """
     sources = parameter_sources(checkpoint.config)
-    read: dict[int, nn.Parameter] = {}  # by the id of what is replaced: tied matrices once
+    read: dict[int, nn.Parameter] = {}  # by the id of the old one: tied matrices are read once
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
@@ -114,7 +116,7 @@ def _read(
 
 
 def _origin(path: str, first_layer: int) -> str:
-    """The name of a parameter in the whole model; those that wrap a module call it `inner`."""
+    """The parameter's name in the whole model: modules that wrap another call it `inner`."""
     names = [name for name in path.split(".") if name not in ("", "inner")]
     if names[0] == "layers":
         names[1] = str(first_layer + int(names[1]))
@@ -124,6 +126,7 @@ def _origin(path: str, first_layer: int) -> str:
 def _read_one(
     checkpoint: Checkpoint, sources: dict, origin: str, numbers: Tensor, plan: Plan
 ) -> None:
+    """Fill `numbers` with this rank's rows or columns of the parameter called `origin`."""
     parts = sources.get(origin) or sources["embed.weight"]  # the head may be tied
     owner, _, kind = origin.rpartition(".")
     matrix = owner.rpartition(".")[2]

@@ -1,17 +1,18 @@
-"""Pipeline parallelism: each rank has some of the layers; micro-batches keep several ranks busy.
+"""Pipeline parallelism: each rank has some of the layers; micro-batches keep all ranks busy.
 
 Sources: Huang et al. 2019 (GPipe), section 2.3; Narayanan et al. 2021, section 2.2, for the bubble,
 and section 3 for tensor parallelism inside each stage.
-Cost: a rank sends B T C numbers for each pass over (B, T) tokens. With p stages and m micro-batches
-that take equally long, a share (p - 1) / (m + p - 1) of the time is idle: the bubble.
+Cost: a rank sends B T C numbers for each pass over (B, T) tokens. With R ranks and m micro-batches
+that take equally long, a share (R - 1) / (m + R - 1) of the time is idle: the bubble.
 
 A rank's part is a decoder with fewer layers, and its cache holds only those. Three modules connect
 the parts, so the decoder stays as it is: the embedding of the later ranks receives the residual
-stream, the layers of the earlier ranks send it, and the head hands the last rank's logits to
-all. So generate, speculation and the engine run on every rank alike; with one sequence at a time
-all ranks but one are idle. (With a cut sequence each stage also ends with an all-gather, which only
-the last one needs.) `Stage.generate` keeps several micro-batches under way.
-Not here: drafters that read the target's states, which only the last rank has; backward passes.
+stream, the layers of the earlier ranks send it, and the head broadcasts the last rank's logits. So
+generate, speculation and the engine run the same on every rank; with one sequence at a time, all
+ranks but one are idle. `Stage.generate` keeps several micro-batches in flight. (With
+sequence_parallel each stage also ends with an all-gather, which only the last one needs.)
+Not here: drafters that read the target's hidden states, which only the last rank has; backward
+passes.
 """
 
 import copy
@@ -28,14 +29,14 @@ from minillm.kv_cache import KVCache
 from minillm.model import Decoder, Layer, Layers
 from minillm.parallel.collectives import Group, patient_group, world_size
 from minillm.parallel.plan import check_size, check_stages, part
-from minillm.parallel.tensor import Sequence, check_matrices, shard
+from minillm.parallel.tensor import ShardedDecoder, check_matrices, shard
 from minillm.sampling import greedy
 from minillm.tools.checks import check_request, check_whole
 
 
 @dataclass(frozen=True)
 class Span:
-    """A rank at work on one micro-batch: its layers began and ended, in seconds."""
+    """When a rank's layers began and ended their work on one micro-batch, in seconds."""
 
     microbatch: int
     start: float
@@ -45,25 +46,28 @@ class Span:
 class Stage:
     """This rank's part of a pipeline.
 
-    model: a decoder for `minillm.generate`, speculation and the engine, which every rank calls
-    alike. spans: when the layers of this rank worked in the last `forward` or `generate`.
+    model: a decoder for `minillm.generate`, speculation and the engine; every rank makes the same
+    calls. group: the ranks of the pipeline. tensor_group: the ranks that share this stage, if there
+    are several. spans: when this rank's layers worked during the last `forward` or `generate`.
     """
 
-    def __init__(self, model: Decoder, group: Group, n_microbatches: int):
-        self.group, self.n_microbatches = group, n_microbatches
+    def __init__(
+        self, model: Decoder, group: Group, n_microbatches: int, tensor_group: Group | None = None
+    ):
+        self.group, self.n_microbatches, self.tensor_group = group, n_microbatches, tensor_group
         self._wire = Wire(group)
         self.model = _stage_model(model, group, self._wire)
         self.spans: list[Span] = []
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor) -> Tensor | None:
-        """Token ids (B, T) in micro-batches: logits (B, T, V) on the last rank, None on others.
+        """Token ids (B, T), in micro-batches, to logits (B, T, V): on the last rank, else None.
 
         ValueError for fewer sequences than micro-batches.
         """
         self.spans, logits = [], []
         for i, rows in enumerate(self._microbatches(tokens)):
-            hidden = self.model.hidden(rows)
+            hidden = self.model.hidden(rows)  # receives, computes, sends
             if self._wire.is_last:
                 logits.append(self.model.head.inner(hidden))
             self._note(i)
@@ -74,8 +78,8 @@ class Stage:
     def generate(self, prompts: Tensor, max_new_tokens: int) -> Tensor:
         """The greedy continuations (B, max_new_tokens) of prompts (B, T), on every rank.
 
-        Each micro-batch has a cache of its own. While one waits for its token to come back from the
-        last rank to the first, the others are computed.
+        Each micro-batch has its own cache. While one waits for its token to return from the last
+        rank to the first, the others are computed.
         """
         for prompt in prompts.tolist():
             check_request(self.model.config, prompt, max_new_tokens, ())
@@ -87,14 +91,15 @@ class Stage:
         self.spans = []
         for step in range(max_new_tokens):
             for i, cache in enumerate(caches):
-                if step:  # only the first rank needs to know the tokens; the others their number
+                if step:  # only the first rank needs the tokens; the others need their number
                     given[i] = columns[i][:, step - 1 : step].contiguous()
                     if self._wire.is_first:
                         given[i] = self._wire.receive_token(given[i])
                 hidden = self.model.hidden(given[i], cache)
                 if self._wire.is_last:
-                    last = hidden[:, -1:].contiguous()  # else its matrix is read once a sequence
-                    token = greedy(self.model.head.inner(last))
+                    # (B, 1, C) in one piece: else the head is read once for each sequence
+                    last = hidden[:, -1:].contiguous()
+                    token = greedy(self.model.head.inner(last))  # (B, 1)
                     columns[i][:, step : step + 1] = token
                     if step < max_new_tokens - 1:
                         self._wire.send_token(token)
@@ -115,40 +120,40 @@ class Stage:
 
 
 def _now(device: torch.device) -> float:
-    """The time, once a GPU has done what it was given."""
+    """The time, after all work given to a GPU is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 class Wire:
-    """From one rank to the next: sending does not wait, receiving does. (NCCL may differ.)"""
+    """From one rank to the next: sending does not block, receiving does. (NCCL may differ.)"""
 
     def __init__(self, group: Group):
         self.group = group
         self.is_first, self.is_last = group.rank == 0, group.rank == group.size - 1
-        self.began = 0.0  # when the last input was there
-        self._back = patient_group()  # the tokens' way, so that they cannot meet what goes forth
+        self.began = 0.0  # when the last input had arrived
+        self._back = patient_group()  # tokens go back on their own group, apart from the stream
         self._sending: list[tuple[dist.Work, Tensor]] = []  # tensors must live until they are sent
 
     def send(self, x: Tensor) -> None:
-        """To the next rank."""
+        """Send x to the next rank."""
         self._send(x.contiguous(), self.group.rank + 1, self.group.process_group)
 
     def receive(self, x: Tensor) -> Tensor:
-        """From the rank before, into x."""
+        """Receive from the previous rank, into x."""
         rank = self.group.global_rank(self.group.rank - 1)
         dist.recv(x, rank, group=self.group.process_group)
         self.began = _now(x.device)
         return x
 
     def send_token(self, tokens: Tensor) -> None:
-        """From the last rank to the first."""
+        """Send from the last rank to the first."""
         if self.group.size > 1:
             self._send(tokens.cpu(), 0, self._back)
 
     def receive_token(self, tokens: Tensor) -> Tensor:
-        """What `send_token` sent, of the shape of `tokens`."""
+        """Receive what `send_token` sent; `tokens` has its shape."""
         if self.group.size == 1:
             return tokens
         found = tokens.cpu()
@@ -162,20 +167,20 @@ class Wire:
         self._sending.append((work, x))
 
     def flush(self) -> None:
-        """Wait until all is sent."""
+        """Wait until everything is sent."""
         for work, _ in self._sending:
             work.wait()
         self._sending = []
 
 
 class Received(nn.Module):
-    """In place of the embedding: the residual stream (B, T, C) of the rank before."""
+    """In place of the embedding: the residual stream (B, T, C) of the previous rank."""
 
     def __init__(self, model: Decoder, wire: Wire):
         super().__init__()
         self._width, self._wire = model.config.d_model, wire
-        self._sequence: Sequence | None = getattr(model, "sequence", None)
-        self.register_buffer("_like", model.norm.new_empty(0))
+        self._sequence = model.sequence if isinstance(model, ShardedDecoder) else None
+        self.register_buffer("_like", model.norm.new_empty(0))  # device and dtype of the stream
 
     def forward(self, tokens: Tensor) -> Tensor:
         B, T = tokens.shape
@@ -184,7 +189,7 @@ class Received(nn.Module):
 
 
 class Embedded(nn.Module):
-    """The embedding of the first rank, which notes when it began."""
+    """The embedding of the first rank; it also notes when the pass began."""
 
     def __init__(self, embed: nn.Module, wire: Wire):
         super().__init__()
@@ -196,7 +201,7 @@ class Embedded(nn.Module):
 
 
 class SendingLayers(Layers):
-    """The layers of a rank that is not the last: their output goes to the next rank."""
+    """The layers of any rank but the last: their output goes to the next rank."""
 
     def __init__(self, layers: Iterable[Layer], wire: Wire):
         super().__init__(layers)
@@ -215,7 +220,7 @@ class SendingLayers(Layers):
 
 
 class LastLogits(nn.Module):
-    """The head: computed by the last rank, handed to all."""
+    """The head: the last rank computes the logits and broadcasts them."""
 
     def __init__(self, head: nn.Module | None, vocabulary: int, wire: Wire):
         super().__init__()
@@ -226,7 +231,7 @@ class LastLogits(nn.Module):
         if self.inner is not None:
             logits = self.inner(x).contiguous()
         else:
-            logits = x.new_empty(*x.shape[:-1], self._vocabulary)
+            logits = x.new_empty(*x.shape[:-1], self._vocabulary)  # the broadcast fills it
         return self._wire.group.broadcast(logits, self._wire.group.size - 1)
 
 
@@ -235,23 +240,23 @@ def pipeline_parallel(
 ) -> Stage:
     """This rank's stage of `model`, inside torchrun; every rank calls it with the same model.
 
-    tp: ranks that share each stage by tensor parallelism; with sequence_parallel, see
-    `minillm.parallel.tensor`.
-    ValueError for more stages than layers and for a tp that does not fit (before any rank is
-    asked), and for models that differ between the ranks. RuntimeError outside torchrun.
+    tp: ranks that share each stage by tensor parallelism; sequence_parallel: as in
+    `minillm.parallel.tensor`, for these.
+    ValueError, before any communication, for more stages than layers and for a tp that does not
+    fit; then for models that differ between ranks. RuntimeError outside torchrun.
     """
-    n_stages = _check_grid(model, tp)
+    n_stages = _count_stages(model, tp)
     check_whole("n_microbatches", n_microbatches)
-    settings = {"tp": tp, "sequence_parallel": sequence_parallel, "n_microbatches": n_microbatches}
-    Group.sharing(model, **settings)
-    across, along = Group.grid(n_stages)
-    if tp > 1:
-        model = shard(model, across, sequence_parallel=sequence_parallel)
-    return Stage(model, along, n_microbatches)
+    Group.sharing(model, tp=tp, sequence_parallel=sequence_parallel, n_microbatches=n_microbatches)
+    tensor_group, pipeline_group = Group.tensor_and_pipeline(n_stages)
+    if tp == 1:
+        return Stage(model, pipeline_group, n_microbatches)
+    sharded = shard(model, tensor_group, sequence_parallel=sequence_parallel)
+    return Stage(sharded, pipeline_group, n_microbatches, tensor_group)
 
 
-def _check_grid(model: Decoder, tp: int) -> int:
-    """How many stages of `tp` ranks there are; ValueError for numbers that do not fit."""
+def _count_stages(model: Decoder, tp: int) -> int:
+    """The number of stages of `tp` ranks each; ValueError for numbers that do not fit."""
     check_size(model.config, tp)
     if tp > 1:
         check_matrices(model, tp)
@@ -263,6 +268,7 @@ def _check_grid(model: Decoder, tp: int) -> int:
 
 
 def _stage_model(model: Decoder, group: Group, wire: Wire) -> Decoder:
+    """A copy of `model` with this rank's layers, which shares the weights."""
     mine = part(len(model.layers), group.size, group.rank)
     shared = {id(p): p for p in model.parameters()}
     stage = copy.deepcopy(model, shared)

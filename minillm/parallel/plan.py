@@ -1,14 +1,14 @@
 """Which part of every matrix a rank holds: heads, columns of the MLP and tokens of the vocabulary.
 
 Sources: Shoeybi et al. 2019 (Megatron-LM), section 3.
-Cost: of P parameters a rank holds about P / p, and the norms.
+Cost: each of R ranks holds about 1 / R of the parameters, and all norms.
 
-    qkv, gate_up    rows: whole heads, and the same numbers of gate and up
-    out, down       columns: those that take what this rank's rows give
-    embed, head     rows: a part of the vocabulary
+    qkv, gate_up    rows: whole heads; the same rows of gate and of up
+    out, down       columns: those that multiply the output of this rank's rows
+    embed, head     rows: a slice of the vocabulary
 
-What one rank's rows compute only its own columns read, so an MLP or an attention block needs one
-sum over the ranks, at its end. No tensors here.
+The output of a rank's rows is read only by the same rank's columns, so an attention block or an MLP
+needs one sum over the ranks, at its end. No tensors here.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from minillm.tools.checks import check_whole
 
 
 def part(n: int, size: int, rank: int) -> range:
-    """The rank's share of n things in a row; the first ranks get one more where it must be."""
+    """The rank's share of n items; the first ranks get one more if `size` does not divide n."""
     each, more = divmod(n, size)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))
@@ -28,11 +28,11 @@ def part(n: int, size: int, rank: int) -> range:
 def fitting_sizes(config: ModelConfig) -> list[int]:
     """The numbers of ranks that can share the model's heads.
 
-    Every rank has as many query heads as the others, and the key/value heads that these read. With
-    more ranks than key/value heads several ranks hold the same one.
+    All ranks have equally many query heads, and the key/value heads that these read. With more
+    ranks than key/value heads, several ranks hold the same one.
     """
     H, K = config.n_heads, config.n_kv_heads
-    return [p for p in range(1, H + 1) if H % p == 0 and (K % p == 0 or p % K == 0)]
+    return [R for R in range(1, H + 1) if H % R == 0 and (K % R == 0 or R % K == 0)]
 
 
 def check_size(config: ModelConfig, size: int) -> None:
@@ -47,19 +47,19 @@ def check_size(config: ModelConfig, size: int) -> None:
 
 
 def check_stages(n_layers: int, size: int) -> None:
-    """ValueError for more stages of a pipeline than layers."""
+    """ValueError for more pipeline stages than layers."""
     if size > n_layers:
         raise ValueError(f"{size} ranks cannot share {n_layers} layers; start at most {n_layers}.")
 
 
-def bubble_share(p: int, m: int) -> float:
-    """(p - 1) / (m + p - 1): the idle share of p stages with m micro-batches."""
-    return (p - 1) / (m + p - 1)
+def bubble_share(R: int, m: int) -> float:
+    """(R - 1) / (m + R - 1): the idle share of R ranks in a pipeline with m micro-batches."""
+    return (R - 1) / (m + R - 1)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The part of rank `rank` of `size`."""
+    """What rank `rank` of `size` holds."""
 
     config: ModelConfig
     size: int
@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def mlp(self) -> range:
-        """In groups of 32 or 16 where that is possible: 4-bit matrices are cut between groups."""
+        """Cut at multiples of 32 or 16 where possible, so that 4-bit groups stay whole."""
         n = self.config.d_ff
         unit = next((u for u in (32, 16) if n % u == 0 and n // u >= self.size), 1)
         units = part(n // unit, self.size, self.rank)
@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def layer_config(self) -> ModelConfig:
-        """What a layer of this rank looks like."""
+        """The config of this rank's layers, with fewer heads and a narrower MLP."""
         return dataclasses.replace(
             self.config,
             n_heads=len(self.heads),
@@ -103,10 +103,11 @@ class Plan:
         )
 
     def rows(self, matrix: str) -> list[range] | None:
-        """Of the matrix "qkv", "gate_up", "embed" or "head"; None where all are held."""
+        """This rank's rows of the matrix of that name; None: all of them."""
         c = self.config
         if matrix == "qkv":
             q, kv = self.heads, self.kv_heads
+            # The whole matrix has H query heads, then K key heads, then K value heads.
             k_first, v_first = c.n_heads, c.n_heads + c.n_kv_heads
             heads = [q, *(range(f + kv.start, f + kv.stop) for f in (k_first, v_first))]
             return [range(h.start * c.d_head, h.stop * c.d_head) for h in heads]
@@ -116,7 +117,7 @@ class Plan:
         return [self.vocabulary] if matrix in ("embed", "head") else None
 
     def columns(self, matrix: str) -> range | None:
-        """Of the matrix "out" or "down"; None where all are held."""
+        """This rank's columns of the matrix of that name; None: all of them."""
         if matrix == "out":
             return range(
                 self.heads.start * self.config.d_head, self.heads.stop * self.config.d_head

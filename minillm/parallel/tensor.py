@@ -2,19 +2,19 @@
 
 Sources: Shoeybi et al. 2019 (Megatron-LM), section 3; Korthikanti et al. 2022, section 4.2.2, for
 sequence parallelism.
-Cost: a pass over T tokens of width C has an all-reduce of T C numbers after each attention and each
-MLP and after the embedding, and an all-gather of the logits. A rank reads 1 / p of the weights.
+Cost: a pass over T tokens of width C has an all-reduce of T C numbers after the embedding, after
+each attention and after each MLP, and an all-gather of the logits. Each of R ranks reads 1 / R of
+the weights.
 
-The decoder and the caches stay as they are: a rank's layers have fewer heads, and the modules that
-end a block add the ranks' sums. So generate, speculation and the engine run on it, on every rank
-alike: the logits are the same everywhere, and so are the tokens.
+The decoder and the caches stay as they are: a rank's layers have fewer heads, and the last matrix
+of each block also sums over the ranks. So generate, speculation and the engine run unchanged, the
+same on every rank: all ranks get the same logits, hence the same tokens.
 
-With sequence_parallel what is per token (residual stream, norms) is cut along the sequence: each
-rank keeps T / p of the tokens between the blocks. An all-gather before a block and a
-reduce-scatter after it take the place of the all-reduce: the same bytes where p divides T, and
-fewer numbers kept.
-Not here: an engine on every rank with a drafter: it decides by the clock whether guesses pay, and
-the ranks' clocks may disagree. With `minillm.parallel.serving` only rank 0 decides.
+With sequence_parallel the per-token work between blocks (residual stream, norms) is cut along the
+sequence: each rank keeps T / R of the tokens. An all-gather before a block and a reduce-scatter
+after it replace the all-reduce: the same bytes where R divides T, and less memory.
+Not here: an engine on every rank with a drafter. The engine decides by the clock whether drafting
+pays, and clocks differ between ranks; with `minillm.parallel.serving` only rank 0 decides.
 """
 
 import copy
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minillm.cache import Cache
-from minillm.model import Decoder, Linear
+from minillm.model import MATRICES, Decoder, Linear
 from minillm.parallel.collectives import Group, world_size
 from minillm.parallel.plan import Plan, check_size, part
 from minillm.quantization.grid import QuantizedMatrix
@@ -33,15 +33,15 @@ from minillm.quantization.linear import Float8Linear, Int4Linear, Int8Embedding,
 Matrix = Linear | Int8Linear | Int4Linear
 
 
-def tensor_parallel(model: Decoder, *, sequence_parallel: bool = False) -> Decoder:
+def tensor_parallel(model: Decoder, *, sequence_parallel: bool = False) -> "ShardedDecoder":
     """This rank's part of `model`, inside torchrun; every rank calls it with the same model.
 
-    It takes token ids and gives all logits, as the model did; `.group` has the ledger of what was
-    sent. sequence_parallel: keep only a part of the sequence between the blocks. Plain, int8,
-    fp8 and int4 matrices are cut as they are stored.
-    ValueError, before any rank is asked, for a number of ranks that cannot share the heads, for
-    4-bit groups that lie across a cut, and for other kinds of matrices; then for models that differ
-    between the ranks. RuntimeError outside torchrun.
+    It maps token ids to all logits, as the model did; `.group` has the ledger of bytes sent.
+    sequence_parallel: keep only this rank's part of the sequence between blocks. Plain, int8, fp8
+    and int4 matrices are cut as they are stored.
+    ValueError, before any communication, for a number of ranks that cannot share the heads, for
+    4-bit groups that straddle a cut, and for other kinds of matrices; then for models that differ
+    between ranks. RuntimeError outside torchrun.
     """
     check_size(model.config, world_size())
     check_matrices(model, world_size())
@@ -49,17 +49,18 @@ def tensor_parallel(model: Decoder, *, sequence_parallel: bool = False) -> Decod
     return shard(model, group, sequence_parallel=sequence_parallel)
 
 
-def shard(model: Decoder, group: Group, *, sequence_parallel: bool = False) -> Decoder:
-    """`tensor_parallel` for a group that is there already."""
+def shard(model: Decoder, group: Group, *, sequence_parallel: bool = False) -> "ShardedDecoder":
+    """`tensor_parallel` over the ranks of an existing group."""
     plan = Plan(model.config, group.size, group.rank)
-    sequence = Sequence(group) if sequence_parallel else None
-    cuts: dict[int, nn.Module] = {}  # what deepcopy puts in place of the whole model's modules
+    sequence = SplitSequence(group) if sequence_parallel else None
+    # By the id of a module, what deepcopy puts in its place: no whole matrix is ever copied.
+    cuts: dict[int, nn.Module] = {}
     for name, module in model.named_modules():
         matrix = name.rpartition(".")[2]
-        if matrix in ("qkv", "gate_up"):
+        if matrix in ("qkv", "gate_up"):  # begins a block
             mine = cut(module, plan.rows(matrix))
             cuts[id(module)] = mine if sequence is None else Gathered(mine, sequence)
-        elif matrix in ("out", "down"):
+        elif matrix in ("out", "down"):  # ends a block
             cuts[id(module)] = Summed(cut(module, None, plan.columns(matrix)), group, sequence)
     head = cut(model.head, plan.rows("head"))
     cuts[id(model.head)] = VocabularyHead(head, plan, group)
@@ -75,10 +76,13 @@ def shard(model: Decoder, group: Group, *, sequence_parallel: bool = False) -> D
 
 
 class ShardedDecoder(Decoder):
-    """A rank's part of a decoder."""
+    """A rank's part of a decoder.
+
+    group: the ranks that share it. sequence: how they share a sequence, with sequence_parallel.
+    """
 
     group: Group
-    sequence: "Sequence | None"
+    sequence: "SplitSequence | None"
 
     def hidden(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         if self.sequence is None:
@@ -87,10 +91,10 @@ class ShardedDecoder(Decoder):
         return self.sequence.gathered(super().hidden(tokens, cache))
 
 
-class Sequence:
-    """The sequence of the pass under way, cut over the ranks: T / p tokens each, rounded up.
+class SplitSequence:
+    """The current pass's sequence, cut over R ranks: T / R tokens each, rounded up.
 
-    Fewer tokens than ranks stay whole.
+    A sequence of fewer tokens than ranks stays whole.
     """
 
     def __init__(self, group: Group):
@@ -102,17 +106,17 @@ class Sequence:
 
     @property
     def own_length(self) -> int:
-        """Tokens that each rank keeps."""
+        """The number of tokens that each rank keeps."""
         return self.length if self._whole else -(-self.length // self.group.size)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """(B, T / p, C) of each rank to (B, T, C)."""
+        """This rank's (B, T / R, C) to the whole (B, T, C)."""
         if self._whole:
             return x
         return self.group.all_gather(x, 1)[:, : self.length]
 
     def summed(self, x: Tensor) -> Tensor:
-        """The ranks' parts of a sum, (B, T, C), to this rank's part of the sequence."""
+        """One summand (B, T, C) on each rank to this rank's part (B, T / R, C) of the sum."""
         if self._whole:
             return self.group.all_reduce(x)
         missing = -x.shape[1] % self.group.size
@@ -120,9 +124,9 @@ class Sequence:
 
 
 class Gathered(nn.Module):
-    """Rows of a matrix, for an input that is cut along the sequence."""
+    """Rows of a matrix, with an input that is cut along the sequence."""
 
-    def __init__(self, rows: Matrix, sequence: Sequence):
+    def __init__(self, rows: Matrix, sequence: SplitSequence):
         super().__init__()
         self.inner, self._sequence = rows, sequence
 
@@ -131,9 +135,9 @@ class Gathered(nn.Module):
 
 
 class Summed(nn.Module):
-    """Columns of a matrix: what the ranks compute is a part of each number, and is added up."""
+    """Columns of a matrix: each rank computes one summand of every output, and all are summed."""
 
-    def __init__(self, columns: Matrix, group: Group, sequence: Sequence | None):
+    def __init__(self, columns: Matrix, group: Group, sequence: SplitSequence | None):
         super().__init__()
         self.bias, columns.bias = columns.bias, None  # added once, after the sum
         self.inner, self._group, self._sequence = columns, group, sequence
@@ -146,7 +150,7 @@ class Summed(nn.Module):
 
 
 class VocabularyHead(nn.Module):
-    """Logits of a part of the vocabulary, gathered from all ranks."""
+    """Each rank computes the logits of its slice of the vocabulary; all slices are gathered."""
 
     def __init__(self, rows: Matrix, plan: Plan, group: Group):
         super().__init__()
@@ -156,15 +160,15 @@ class VocabularyHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits = self.inner(x)
         widest = max(self._sizes)
-        logits = F.pad(logits, (0, widest - logits.shape[-1]))  # all ranks send the same shape
+        logits = F.pad(logits, (0, widest - logits.shape[-1]))  # all ranks must send one shape
         every = self._group.all_gather(logits, -1).split(widest, -1)
         return torch.cat([own[..., :n] for own, n in zip(every, self._sizes, strict=True)], -1)
 
 
 class VocabularyEmbedding(nn.Module):
-    """Rows of the embedding: each rank looks up the tokens that it has, and the sum is taken."""
+    """Rows of the embedding: a rank looks up the tokens it holds, with 0 for others; then a sum."""
 
-    def __init__(self, rows: nn.Module, plan: Plan, group: Group, sequence: Sequence | None):
+    def __init__(self, rows: nn.Module, plan: Plan, group: Group, sequence: SplitSequence | None):
         super().__init__()
         self.inner, self._group, self._sequence = rows, group, sequence
         self._first, self._n = plan.vocabulary.start, len(plan.vocabulary)
@@ -172,17 +176,17 @@ class VocabularyEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         at = tokens - self._first
         mine = (at >= 0) & (at < self._n)
-        found = self.inner(at.clamp(0, self._n - 1)) * mine[..., None]
+        found = self.inner(at.clamp(0, self._n - 1)) * mine[..., None]  # (B, T, C), 0 if not held
         if self._sequence is not None:
             return self._sequence.summed(found)
         return self._group.all_reduce(found)
 
 
 def cut(matrix: Matrix, rows: list[range] | None, columns: range | None = None) -> Matrix:
-    """A module with copies of these rows, one range after another, or columns of a matrix."""
+    """A module with copies of these row ranges, concatenated, or of these columns of `matrix`."""
 
     def of(x: Tensor, unit: int = 1) -> Tensor:
-        """unit: numbers in a row that share an entry of x."""
+        """unit: consecutive numbers of a row that share one entry of x."""
         if rows is not None:
             return torch.cat([x[r.start : r.stop] for r in rows])
         return x[:, columns.start // unit : columns.stop // unit].clone()
@@ -191,30 +195,30 @@ def cut(matrix: Matrix, rows: list[range] | None, columns: range | None = None) 
         return x if x is None or rows is None else of(x)
 
     bias = None if matrix.bias is None else nn.Parameter(per_row(matrix.bias), requires_grad=False)
-    if isinstance(matrix, Int4Linear):
+    if isinstance(matrix, Int4Linear):  # a scale for each group of a row
         whole = matrix.matrix()
         scale, zero = (of(x, whole.group_size) for x in (whole.scale, whole.zero))
         own = QuantizedMatrix(of(whole.q), scale, zero)
         return Int4Linear(own, bias, _input_scale(matrix, columns))
-    if isinstance(matrix, Int8Linear):
+    if isinstance(matrix, Int8Linear):  # a scale for each row
         own = QuantizedMatrix(of(matrix.weight), per_row(matrix.scale))
         return type(matrix)(own, bias, _input_scale(matrix, columns))
     weight = of(matrix.weight.detach())
-    with torch.device("meta"):
+    with torch.device("meta"):  # no memory for numbers that are replaced at once
         small = Linear(weight.shape[1], weight.shape[0], bias=False)
     small.weight, small.bias = nn.Parameter(weight, requires_grad=False), bias
     return small
 
 
 def _input_scale(matrix: Int8Linear | Int4Linear, columns: range | None) -> Tensor | None:
-    """What the inputs are multiplied with first, of those that are left."""
+    """The scales of the inputs that these columns take."""
     if matrix.input_scale is None or columns is None:
         return matrix.input_scale
     return matrix.input_scale[columns.start : columns.stop]
 
 
 def _embedding(model: Decoder, head: Matrix, plan: Plan) -> nn.Module:
-    """The plan's rows of the embedding; tied, they are the head's."""
+    """The plan's rows of the embedding: the head's own rows if the two are tied."""
     if isinstance(model.embed, Int8Embedding):
         return Int8Embedding(head)
     weight = head.weight
@@ -227,9 +231,10 @@ def _embedding(model: Decoder, head: Matrix, plan: Plan) -> nn.Module:
 
 
 def check_matrices(model: Decoder, size: int) -> None:
-    """ValueError for matrices that cannot be cut over `size` ranks."""
+    """ValueError if a matrix cannot be cut over `size` ranks."""
     for name, module in model.named_modules():
-        if name.rpartition(".")[2] not in ("qkv", "out", "gate_up", "down", "head"):
+        matrix = name.rpartition(".")[2]
+        if matrix not in MATRICES:
             continue
         if type(module) not in (Linear, Int8Linear, Float8Linear, Int4Linear):
             raise ValueError(
@@ -239,7 +244,8 @@ def check_matrices(model: Decoder, size: int) -> None:
         if not isinstance(module, Int4Linear):
             continue
         for rank in range(size):
-            columns = Plan(model.config, size, rank).columns(name.rpartition(".")[2])
+            # A group of 4-bit numbers shares a scale, so all of it must be on one rank.
+            columns = Plan(model.config, size, rank).columns(matrix)
             if columns and (columns.start % module.group_size or columns.stop % module.group_size):
                 raise ValueError(
                     f"{name} has groups of {module.group_size} numbers, which {size} ranks would "

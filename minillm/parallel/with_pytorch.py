@@ -1,16 +1,17 @@
-"""The production way: both plans through what PyTorch ships, to compare with `tensor`, `pipeline`.
+"""The production way: both cuts with PyTorch's own tools, to compare with `tensor`, `pipeline`.
 
 Sources: PyTorch's documentation of torch.distributed.tensor.parallel and
 torch.distributed.pipelining; Shoeybi et al. 2019, section 3; Huang et al. 2019, section 2.3.
-Cost: the ranks send what they send in `minillm.parallel.tensor` and `minillm.parallel.pipeline`. On
-a CPU a DTensor adds about 0.1 ms to every matrix. A pipeline runs one micro-batch more for every
-new shape of the tokens, to learn what shapes the ranks will send, and a rank keeps the inputs and
-outputs of all its micro-batches until the next call.
+Cost: the ranks send the same as in `minillm.parallel.tensor` and `minillm.parallel.pipeline`. On a
+CPU a DTensor adds overhead to every matrix product. A pipeline runs an extra micro-batch for every
+new shape of the tokens, to learn the shapes that ranks will send, and each rank keeps the inputs
+and outputs of all its micro-batches until the next call.
 
-A DTensor is one tensor on several ranks: cut along a dimension, whole on each, or parts of a sum. A
-style says how a module's weights, input and output lie; PyTorch puts the collectives in. It knows
-nothing of heads, so the rows of a stacked matrix must first be in the order of the ranks.
-Not here: quantized matrices, a cut sequence, a ledger; in the pipeline a cache, so no generation.
+A DTensor is one tensor on several ranks: sharded along a dimension, replicated, or a partial sum. A
+style says how a module's weights, input and output are laid out; PyTorch inserts the collectives.
+It knows nothing of heads, so the rows of a fused matrix must first be put in the ranks' order.
+Not here: quantized matrices, sequence parallelism, a ledger; a cache in the pipeline, so no
+generation.
 """
 
 import copy
@@ -32,12 +33,12 @@ from minillm.tools.checks import check_whole
 
 
 def dtensor_parallel(model: Decoder) -> Decoder:
-    """This rank's part of `model`, in DTensors; every rank calls it inside torchrun, all alike.
+    """This rank's part of `model`, in DTensors; every rank makes the same call, inside torchrun.
 
-    It takes token ids and gives all logits on each rank, as `tensor_parallel` does. `model` stays
-    as it is. Tied embeddings stay tied: both are cut along the vocabulary.
+    It maps token ids to all logits on each rank, as `tensor_parallel` does. `model` stays as it is.
+    Tied embeddings stay tied: both are cut along the vocabulary.
     ValueError for a number of ranks that cannot share the heads or the MLP, for matrices that are
-    not plain, and for models that differ between the ranks. RuntimeError outside torchrun.
+    not plain, and for models that differ between ranks. RuntimeError outside torchrun.
     """
     config, size = model.config, world_size()
     check_size(config, size)
@@ -59,28 +60,29 @@ def dtensor_parallel(model: Decoder) -> Decoder:
         "head": ColwiseParallel(output_layouts=Replicate()),
     }
     mesh = init_device_mesh(model.device.type, (size,))
-    # None: each rank cuts what it has; otherwise rank 0 would send the others their parts.
+    # None: each rank cuts its own copy; otherwise rank 0 would send the others their parts.
     parallelize_module(sharded, mesh, styles, src_data_rank=None)
     if config.tie_embeddings:
         sharded.head.weight = sharded.embed.weight
+    # PyTorch cuts d_ff evenly, where the plan may cut between groups of 32.
     mine = dataclasses.replace(plans[group.rank].layer_config, d_ff=config.d_ff // size)
     for layer in sharded.layers:
         layer.config = mine
         layer.out.__class__ = layer.down.__class__ = _Columns
-    # A sum may still be under way when its reader starts. PyTorch's operations wait, kernels don't.
+    # A sum may still be in flight when its reader starts: PyTorch's operations wait, kernels don't.
     sharded.fast = False
     return sharded
 
 
 def _in_rank_order(name: str, linear: Linear, plans: list[Plan]) -> Linear:
-    """qkv and gate_up with the rows of rank 0 first, then those of rank 1; the others as they are.
+    """qkv and gate_up with the rows of rank 0 first, then those of rank 1; other matrices as is.
 
-    A key/value head comes once for every rank that reads it.
+    A key/value head is repeated for every rank that reads it.
     """
     matrix, size, d_ff = name.rpartition(".")[2], len(plans), plans[0].config.d_ff
     if matrix == "qkv":
         rows = [r for plan in plans for r in plan.rows("qkv")]
-    elif matrix == "gate_up":  # not the plan's rows: it may cut between groups of 32, unevenly
+    elif matrix == "gate_up":  # cut evenly, which the plan's own rows may not be
         cuts = [part(d_ff, size, rank) for rank in range(size)]
         rows = [range(f + cut.start, f + cut.stop) for cut in cuts for f in (0, d_ff)]
     else:
@@ -94,7 +96,7 @@ def _in_rank_order(name: str, linear: Linear, plans: list[Plan]) -> Linear:
 
 
 class _Columns(Linear):
-    """Columns of a matrix. In inference mode DTensor would plan the product anew in each call."""
+    """Columns of a matrix. In inference mode DTensor would plan its product again in each call."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():  # ten times as fast
@@ -102,9 +104,9 @@ class _Columns(Linear):
 
 
 def pytorch_pipeline(model: Decoder, n_microbatches: int) -> "PytorchPipeline":
-    """This rank's stage of `model`; every rank calls it inside torchrun, all alike.
+    """This rank's stage of `model`; every rank makes the same call, inside torchrun.
 
-    ValueError for more ranks than layers and for models that differ between the ranks.
+    ValueError for more ranks than layers and for models that differ between ranks.
     RuntimeError outside torchrun.
     """
     check_stages(len(model.layers), world_size())
@@ -117,20 +119,20 @@ class PytorchPipeline:
 
     def __init__(self, model: Decoder, group: Group, n_microbatches: int):
         self.group, self.n_microbatches = group, n_microbatches
-        part_of = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # shares weights
-        part_of.__class__ = _Part
+        stage = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # shares the weights
+        stage.__class__ = _Part
         mine = part(len(model.layers), group.size, group.rank)
-        part_of.layers = Layers(part_of.layers[i] for i in mine)
-        if group.rank > 0:
-            part_of.embed = nn.Identity()
-        if group.rank < group.size - 1:
-            part_of.head = None
-        self._part = part_of
+        stage.layers = Layers(stage.layers[i] for i in mine)
+        if group.rank > 0:  # its input is the residual stream already
+            stage.embed = nn.Identity()
+        if group.rank < group.size - 1:  # only the last rank computes logits
+            stage.head = None
+        self._part = stage
         self._shape: torch.Size | None = None
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor) -> Tensor | None:
-        """Token ids (B, T) in micro-batches: logits (B, T, V) on the last rank, None on others.
+        """Token ids (B, T), in micro-batches, to logits (B, T, V): on the last rank, else None.
 
         ValueError, on every rank, for tokens that the model cannot take, and unless the number of
         micro-batches divides B.
@@ -147,7 +149,7 @@ class _Part(Decoder):
     """Some of a decoder's layers, without a cache."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Ids (B, T) or the residual stream (B, T, C) to that stream, or to logits (B, T, V)."""
+        """Ids (B, T) or residual stream (B, T, C) to residual stream or logits (B, T, V)."""
         x = self.embed(x)
         x = self.layers(x, self._rope(range(x.shape[1])), NoCache(), self.fast)
         if self.head is None:
@@ -155,6 +157,7 @@ class _Part(Decoder):
         return self.head(rms_norm(x, self.norm, self.config.norm_eps))
 
     def check(self, tokens: Tensor, n_microbatches: int) -> None:
+        """ValueError for a shape or ids that the pipeline cannot take."""
         longest = self.config.max_seq_len
         fits = tokens.dim() == 2 and tokens.numel() and tokens.shape[1] <= longest
         if not fits or len(tokens) % n_microbatches:
