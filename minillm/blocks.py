@@ -4,7 +4,7 @@ Sources: Kwon et al. 2023 (PagedAttention, vLLM), sections 3 and 4; Zheng et al.
 reuse across requests.
 Cost: at most block_size - 1 empty slots a sequence, whatever its length.
 
-    BlockAllocator   which blocks are free, and how many hold on to each
+    BlockAllocator   which blocks are free, and how many references each has
     BlockTable       where one sequence's tokens lie
     BlockManager     growing, shrinking and forking tables, copy-on-write, the prefix cache
 
@@ -44,7 +44,7 @@ class BlockAllocator:
         return len(self._free)
 
     def allocate(self) -> int:
-        """A free block, held once; raises OutOfBlocks if there is none."""
+        """A free block, with one reference; raises OutOfBlocks if there is none."""
         if not self._free:
             raise OutOfBlocks(
                 f"All {self.n_blocks} blocks are in use; free some, or make the cache with more."
@@ -54,20 +54,20 @@ class BlockAllocator:
         return block
 
     def share(self, block: int) -> int:
-        """One more holder of `block`; returns the block."""
+        """One more reference to `block`; returns the block."""
         self._check(block)
         self._ref_counts[block] += 1
         return block
 
     def free(self, block: int) -> None:
-        """One holder fewer; after the last one the block is free."""
+        """One reference fewer; after the last one the block is free."""
         self._check(block)
         self._ref_counts[block] -= 1
         if not self._ref_counts[block]:
             self._free.append(block)
 
     def ref_count(self, block: int) -> int:
-        """How many sequences, and the prefix cache, hold `block`; 0 if it is free."""
+        """References to `block`, of sequences and of the prefix cache; 0 if it is free."""
         return self._ref_counts[block]
 
     def _check(self, block: int) -> None:
@@ -92,20 +92,19 @@ class BlockTable:
 
     blocks: array = field(default_factory=lambda: array("i"))
     n_tokens: int = 0  # stored; the last block may have room for more
-    # Of the leading full blocks that the prefix cache knows or was offered: the number of the
-    # prefix that ends with each.
+    # Prefix id of each leading full block that the prefix cache knows or was offered.
     prefixes: list[int] = field(default_factory=list)
     copied: int = 0  # leading entries that the copy on a GPU has (`serving/cuda_graphs.py`)
 
     @property
     def prefix(self) -> int:
-        """The number of the prefix that ends with the last known block; 0 is the empty prefix."""
+        """Prefix id of the last known block; 0 is the empty prefix."""
         return self.prefixes[-1] if self.prefixes else 0
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A full block kept for later requests, and the number of the prefix that ends with it."""
+    """A full block kept for later requests, and the id of the prefix that ends with it."""
 
     block: int
     prefix: int
@@ -115,12 +114,12 @@ class _Known:
 class BlockManager:
     """Block tables over one allocator, and the prefix cache.
 
-    The prefix cache finds full blocks by (number of the prefix before the block, the block's
-    tokens): a chain from the first block on. A Python dict compares the keys themselves when
-    their hashes agree, so a collision of hashes cannot hand out the wrong block. A prefix number
-    is never used twice, so a block whose predecessors were evicted cannot be found through others
-    that took their place. The cache itself counts as one holder of every known block. Blocks that
-    nobody else holds are idle: when blocks run out, the least recently used of them is evicted.
+    The prefix cache finds full blocks by (id of the prefix before the block, the block's tokens): a
+    chain from the first block on. A Python dict compares the keys themselves when their hashes
+    agree, so a collision of hashes cannot hand out the wrong block. A prefix id is never used
+    twice, so a block whose predecessors were evicted cannot be found through others that took
+    their place. The cache holds one reference to every known block. Blocks to which nobody else
+    holds one are idle: when blocks run out, the least recently used of them is evicted.
     """
 
     def __init__(self, n_blocks: int, block_size: int = 16, *, prefix_caching: bool = True):
@@ -140,7 +139,7 @@ class BlockManager:
 
     @property
     def n_available(self) -> int:
-        """Blocks that can be handed out: free ones and idle ones."""
+        """Blocks that can be handed out: free or idle."""
         return self.allocator.n_free + len(self._idle)
 
     def start(self, ids: Sequence[int]) -> BlockTable:
@@ -168,8 +167,7 @@ class BlockManager:
         """Make room for the sequence's next `n_new` tokens, or raise OutOfBlocks, changing nothing.
 
         Returns (from, to) pairs of blocks whose contents must be copied before anything is
-        written: at most one, when the first new token goes to a block that others hold as well
-        (copy-on-write).
+        written: at most one, when the first new token goes to a shared block (copy-on-write).
         """
         check_whole("n_new", n_new, least=0)
         needed = self.needed(table, n_new)
@@ -219,7 +217,7 @@ class BlockManager:
         """Offer the sequence's full blocks to later requests.
 
         ids: the sequence's tokens as far as they are final. A block that holds others, such as
-        guesses of a draft, is not offered.
+        draft tokens, is not offered.
         """
         size = self.block_size
         if not self.prefix_caching:
@@ -228,7 +226,7 @@ class BlockManager:
             key = (table.prefix, tuple(ids[i * size : (i + 1) * size]))
             known = self._known.get(key)
             # If another sequence was first with the same tokens, its block is the known one, and
-            # this one stays private.
+            # this sequence's own stays private.
             if known is None:
                 self._last_prefix += 1
                 known = _Known(self.allocator.share(table.blocks[i]), self._last_prefix, key)
@@ -244,7 +242,7 @@ class BlockManager:
         table.prefixes.clear()
 
     def writes_shared(self, table: BlockTable) -> bool:
-        """Whether the next token would go to a block that others hold as well."""
+        """Whether the next token would go to a shared block."""
         at = table.n_tokens // self.block_size
         return at < len(table.blocks) and self.allocator.ref_count(table.blocks[at]) > 1
 

@@ -84,8 +84,8 @@ def check_sampling(sampling: object) -> None:
 def probabilities(logits: Tensor, sampling: Sampling | Sequence[Sampling | None] | None) -> Tensor:
     """The distributions (…, V) in float32 from which tokens are drawn, for logits (…, V).
 
-    sampling: one for all rows, or one for each. None or temperature 0 puts all on the largest
-    logit. A row that holds NaN or +∞ gives probabilities that are not numbers.
+    sampling: one for all rows, or one for each. None or temperature 0 puts all probability on the
+    largest logit. A row that holds NaN or +∞ gives NaN.
     """
     shape = logits.shape
     logits = logits.float().reshape(-1, shape[-1])  # (N, V)

@@ -1,4 +1,4 @@
-"""What an engine is told when it is made: its memory, its limits, its switches."""
+"""The engine's configuration: its memory, its limits, its switches."""
 
 from dataclasses import dataclass
 
@@ -7,19 +7,20 @@ from minillm.speculation.drafters import Drafter
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How much memory and how many requests at once.
+    """How much memory an engine has, and how many requests run at once.
 
     n_blocks blocks of block_size tokens are the cache; they take
-    `costs.kv_cache_bytes(config, 1, n_blocks * block_size, dtype)` bytes. With kv_dtype there are
-    scales besides: 2 bytes in int8 and 4 in int4 for each token, layer, head, keys and values.
-    max_seqs: requests running at once. max_waiting: requests that may wait besides, or None.
-    max_batch_tokens: tokens computed in one step, prompts included. More gives more throughput,
-    fewer a shorter pause for the requests that decode.
-    policy "static" is the baseline: a batch starts when the last is over, and its answers come
+    `costs.kv_cache_bytes(config, 1, n_blocks * block_size, dtype)` bytes. kv_dtype "int8" or "int4"
+    (`minillm.quantization.kv_cache`) adds scales: 2 or 4 bytes for each token, layer and head, for
+    keys and for values.
+    max_seqs: requests running at once. max_waiting: requests in the queue, or None for no limit.
+    max_batch_tokens: tokens computed in one step, prompts included. A larger value gives more
+    throughput, a smaller one shorter pauses for requests that decode.
+    policy "static" is the baseline: a batch starts when the last one is over, and its answers come
     when its longest is done. cuda_graphs: replay decode steps on a GPU
-    (`minillm.serving.cuda_graphs`). kv_dtype: None, "int8" or "int4"
-    (`minillm.quantization.kv_cache`). drafter: guesses up to k tokens of each decoding request
-    (`minillm.serving.proposals`); a model that drafts has a cache of its own, of as many blocks.
+    (`minillm.serving.cuda_graphs`). drafter: proposes up to k draft tokens for each decoding
+    request (`minillm.serving.proposals`); a model that drafts has a cache of its own, with as many
+    blocks.
     """
 
     n_blocks: int

@@ -3,8 +3,8 @@
 Sources: the terms are those of vLLM's and MLPerf's serving benchmarks; goodput as in Zhong et al.
 2024 (DistServe), section 2.
 
-    TTFT  time to first token: waiting in the queue, then the prefill, at whose end it is there
-    ITL   inter-token latency: the time from one token to the next, of every pair
+    TTFT  time to first token: waiting in the queue, then the prefill
+    ITL   inter-token latency: the time from each token to the next
     TPOT  time per output token: the mean of these over one answer
     latency = TTFT + TPOT · (tokens - 1)
 
@@ -21,7 +21,7 @@ from minillm.serving.request import Completion
 
 @dataclass(frozen=True)
 class SLO:
-    """What counts as good service: at most these seconds of TTFT, and of TPOT."""
+    """A service-level objective: at most so many seconds of TTFT, and of TPOT."""
 
     ttft: float
     tpot: float
@@ -81,7 +81,7 @@ class Summary:
 
     @property
     def goodput(self) -> float:
-        """Requests per second that met the objective."""
+        """Requests per second that met the SLO."""
         return self.good / self.duration
 
     def __str__(self) -> str:
@@ -115,7 +115,7 @@ class Summary:
 
 
 def summarize(completions: Sequence[Completion], slo: SLO | None = None) -> Summary:
-    """Put completions in numbers. The duration is from the first arrival to the last answer."""
+    """Summarize completions. The duration is from the first arrival to the last answer."""
     if not completions:
         raise ValueError("There are no completions to summarize.")
     done = [c for c in completions if c.finish_reason != "aborted"]

@@ -17,7 +17,7 @@ class Request:
 
     `ids` holds the prompt and what has been produced; `table.n_tokens` of them are computed. A
     token counts once it is in `ids`. Everything else can be rebuilt from the request after an
-    interrupt.
+    interrupt (`minillm.serving.recovery`).
     """
 
     id: int

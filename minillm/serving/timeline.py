@@ -31,7 +31,7 @@ class Clock:
         time.sleep(max(0.0, moment - self.now()))
 
     def passed(self, prefilled: int, decoded: int, context: int) -> None:
-        """A step with these tokens has just been computed, with `context` tokens in its caches."""
+        """A step over these tokens has just been computed, with `context` cached tokens."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Step:
     waiting: int
     free_blocks: int
     work: tuple[tuple[int, int, bool], ...]  # (request id, tokens computed, whether it decoded)
-    context: int  # tokens in the caches of those who took part
+    context: int  # cached tokens of the requests that took part
 
 
 @dataclass
@@ -55,13 +55,13 @@ class Stats:
 
     peak_blocks: int = 0
     preemptions: int = 0
-    # Tokens of requests that came in for the first time, and those of them that were found in the
-    # prefix cache. A request that comes back after a preemption is not counted again.
+    # Prompt tokens of admitted requests, and those of them found in the prefix cache. A request
+    # that comes back after a preemption is not counted again.
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     steps: int = 0
-    slots: int = 0  # allocated ones, summed over all steps
-    empty_slots: int = 0  # those of them without a token
+    slots: int = 0  # allocated slots, summed over all steps
+    empty_slots: int = 0  # allocated slots that held no token, likewise
     timeline: deque[Step] = field(default_factory=lambda: deque(maxlen=100_000))
 
     @property
@@ -71,7 +71,7 @@ class Stats:
 
     @property
     def prefix_hit_rate(self) -> float:
-        """Share of the incoming tokens that were found in the prefix cache."""
+        """Share of the prompt tokens that were found in the prefix cache."""
         hits, queries = self.prefix_hit_tokens, self.prefix_query_tokens
         return hits / queries if queries else 0.0
 
@@ -88,14 +88,14 @@ class Stats:
         prefilled, decoded, context = plan.counts
         self.timeline.append(
             Step(
-                start,
-                end,
-                prefilled,
-                decoded,
-                len(scheduler.running),
-                len(scheduler.waiting),
-                scheduler.manager.n_available,
-                tuple((work.request.id, len(work.tokens), work.decoding) for work in plan.work),
-                context,
+                start=start,
+                end=end,
+                prefilled=prefilled,
+                decoded=decoded,
+                running=len(scheduler.running),
+                waiting=len(scheduler.waiting),
+                free_blocks=scheduler.manager.n_available,
+                work=tuple((w.request.id, len(w.tokens), w.decoding) for w in plan.work),
+                context=context,
             )
         )

@@ -23,11 +23,11 @@ from minillm.serving.timeline import Clock, Stats
 def step_seconds(
     config: ModelConfig, hardware: Hardware, prefilled: int, decoded: int, context: int, dtype: str
 ) -> float:
-    """Roofline time of a step with so many tokens, and `context` tokens in its caches.
+    """Roofline time of a step over so many tokens, with `context` tokens in the caches.
 
-    The weights and those caches are read once; each token takes 2 FLOPs a matrix parameter.
-    Attention scores, a small part, are not counted; the output matrix is, for every token, though
-    of a prompt only the last needs it.
+    The weights and the caches are read once; each token takes 2 FLOPs per matrix parameter.
+    Attention scores, a small part, are not counted. The head is counted for every token, although
+    only the last one of a prompt needs it.
     """
     read = costs.weight_read_bytes(config, dtype) + costs.kv_cache_bytes(config, 1, context, dtype)
     flops = 2 * costs.matmul_params(config) * (prefilled + decoded)

@@ -54,10 +54,7 @@ AZURE_PROMPT, AZURE_OUTPUT = _cut(_PROMPT), _cut(_OUTPUT)
 def draw_length(
     distribution: Sequence[tuple[float, int]], generator: random.Random, scale: float = 1.0
 ) -> int:
-    """A length with the given percentiles, straight lines between them, times `scale`.
-
-    At least 1 token.
-    """
+    """A random length with these percentiles, interpolated linearly, times `scale`; at least 1."""
     u = generator.random()
     for (low, a), (high, b) in pairwise(distribution):
         if u <= high:
