@@ -1014,7 +1014,7 @@ def test_forged_folders(
     [
         (
             {"device": "cuda:99"},
-            "device cuda:99 is asked for, but this machine has . CUDA devices; use device='cpu'",
+            "device cuda:99 was requested, but this machine has . CUDA devices; use device='cpu'",
         ),
         (
             {"device": "abacus"},

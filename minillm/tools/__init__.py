@@ -1,1 +1,1 @@
-"""What every room uses and no lesson is about: checks, folders, devices, plots."""
+"""What the whole package uses and no lesson is about: checks, folders, devices, plots."""

@@ -1,8 +1,8 @@
 """Chat templates: Jinja programs that come with a checkpoint, run where they can do no harm.
 
-Jinja's sandbox keeps a template from the interpreter, not from running for ever or filling the
-memory. So a template is rendered in a process of its own, with limits of time and memory: that
-costs about a fifth of a second, once for each turn of a conversation.
+Jinja's sandbox shields the interpreter from a template, but does not stop one that runs forever or
+fills the memory. So a template is rendered in its own process, with limits on time and memory: that
+costs a fraction of a second, once for each turn of a conversation.
 """
 
 import json
@@ -15,14 +15,14 @@ from minillm.tools.checks import brief
 from minillm.tools.folders import PACKAGE
 
 SECONDS, MEGABYTES, CHARACTERS = 10, 1024, 10_000_000
-"""What a template may take, and how long its text may be.
+"""Limits on a template's time and memory, and on the length of its text.
 
-The interpreter itself needs a quarter of a second and 50 MB.
+They include the start of the interpreter and its own memory.
 """
 
 
 def render(template: str, messages: Sequence[dict[str, str]], tokens: dict[str, str]) -> str:
-    """The conversation as the template spells it; ValueError for one that fails or takes long.
+    """The conversation as text; ValueError for a template that fails or exceeds a limit.
 
     tokens: texts of the control tokens that the template may name, such as "bos_token".
     """
@@ -30,7 +30,7 @@ def render(template: str, messages: Sequence[dict[str, str]], tokens: dict[str, 
     try:
         done = subprocess.run(
             [sys.executable, "-m", "minillm.tools.chat_template"],
-            # Python finds modules in the working folder first. That must not be a checkpoint's.
+            # Python looks for modules in the working folder first: it must not be a checkpoint's.
             cwd=PACKAGE.parent,
             input=json.dumps(request),
             capture_output=True,
@@ -56,7 +56,7 @@ def render(template: str, messages: Sequence[dict[str, str]], tokens: dict[str, 
 
 
 def _render_here(template: str, messages: list[dict[str, str]], tokens: dict[str, str]) -> str:
-    """Run the template in Jinja's sandbox, with what transformers offers to templates."""
+    """Run the template in Jinja's sandbox, with the same functions as in transformers."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def raise_exception(message: str) -> None:
@@ -69,7 +69,7 @@ def _render_here(template: str, messages: list[dict[str, str]], tokens: dict[str
     environment.filters["tojson"] = lambda value, **kwargs: json.dumps(
         value, ensure_ascii=False, **kwargs
     )
-    # tools and documents as in transformers: templates ask whether they are none.
+    # tools and documents as in transformers: templates test whether they are none.
     return environment.from_string(template).render(
         messages=messages, tools=None, documents=None, add_generation_prompt=True, **tokens
     )

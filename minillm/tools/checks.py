@@ -1,4 +1,4 @@
-"""Checks that several modules need, so that one mistake always gets the same sentence."""
+"""Checks shared by several modules, so that one mistake always gets the same message."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 def brief(value: object, limit: int = 100) -> str:
     """`repr(value)` for an error message: escaped, and cut after `limit` characters.
 
-    Values from files can be of any length and hold any characters.
+    Values from files can have any length and hold any characters.
     """
     text = repr(value[: limit + 1] if isinstance(value, (str, bytes, list, tuple)) else value)
     return text if len(text) <= limit + 2 else f"{text[:limit]}…"
@@ -29,10 +29,10 @@ def check_request(
     max_new_tokens: int,
     stop_ids: Iterable[int],
 ) -> tuple[list[int], frozenset[int]]:
-    """The prompt as a list and the stop ids as a set, if a model of this config can answer.
+    """The prompt as a list and the stop ids as a set, if a model of this config can answer it.
 
-    Raises ValueError for an empty or too long prompt and for ids outside the vocabulary, TypeError
-    for what are no ids.
+    Raises ValueError for a prompt that is empty or too long and for ids outside the vocabulary,
+    TypeError for values that are not ids.
     """
     ids = _checked_ids("prompt_ids", prompt_ids)
     if not ids:
@@ -63,7 +63,7 @@ def _checked_ids(name: str, ids: Iterable[int]) -> list[int]:
 
 
 def check_token(token: int, model: str = "model") -> int:
-    """The token that a model's logits gave; ValueError for -1, which stands for no numbers."""
+    """Return `token`; ValueError for -1, which stands for logits that are NaN."""
     if token < 0:
         raise ValueError(f"The {model}'s logits are not numbers (NaN); nothing can be drawn.")
     return token

@@ -1,9 +1,10 @@
-"""What every command line of the package does alike.
+"""What all command lines of the package have in common.
 
 Bad input ends with one sentence on standard error and exit code 2, never with a traceback.
 """
 
 import argparse
+import io
 import signal
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with a command."""
+    """Reports a mistake in the arguments in one line."""
 
     def error(self, message: str) -> NoReturn:
         print(f"minillm: {message}; see `{self.prog} --help`.", file=sys.stderr)
@@ -19,22 +20,23 @@ class Parser(argparse.ArgumentParser):
 
 
 def first_line(error: BaseException) -> str:
-    """What our own errors say is one sentence; PyTorch's can be many lines."""
+    """The error's first line: our own messages are one sentence, PyTorch's can be many lines."""
     said = str(error).strip() or type(error).__name__
     return said.splitlines()[0]
 
 
 def run(command: Callable[[], int | None]) -> int:
-    """Run a command; returns its exit code, or that of the error it ended with."""
+    """Run a command and return its exit code, or the exit code of the error it ended with."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # an encoding that lacks a character must not end us
+        if isinstance(stream, io.TextIOWrapper):
+            # A character that the terminal's encoding lacks must not end the program.
             stream.reconfigure(errors="replace")
     before = _terminate_by_exception()
     try:
         return command() or 0
     except BrokenPipeError:  # the reader of our output went away, as with `| head`
         sys.stderr.close()
-        return 141
+        return 141  # 128 + SIGPIPE, as a shell reports it
     except MemoryError:
         print("minillm: there is not enough memory; use a smaller model or dtype.", file=sys.stderr)
         return 2
@@ -42,7 +44,7 @@ def run(command: Callable[[], int | None]) -> int:
         print(f"minillm: {first_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        return 130  # 128 + SIGINT
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)

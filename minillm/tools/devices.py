@@ -1,4 +1,4 @@
-"""Where to compute, and in which floating-point numbers."""
+"""Where to compute, and in which floating-point format."""
 
 import torch
 
@@ -10,25 +10,25 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float
 def device_and_dtype(
     device: str | torch.device, dtype: str | torch.dtype
 ) -> tuple[torch.device, torch.dtype]:
-    """Both with "auto" decided; ValueError in one sentence for what this machine does not have.
+    """Both with "auto" resolved; ValueError in one sentence for what this machine does not have.
 
-    "auto" is CUDA where there is one, else the CPU; bfloat16 on CUDA, else float32.
+    "auto" is CUDA if available, else the CPU; bfloat16 on CUDA, else float32.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         chosen = torch.device(device)
         if chosen.type != "cuda":
-            # The device "meta" has shapes but no numbers: nothing could be read back.
+            # The "meta" device has shapes but no numbers, so that .item() fails on it.
             torch.zeros(1, device=chosen).item()
-    except Exception as error:  # torch raises many kinds for a device that it was not built for
+    except Exception as error:  # torch raises many types for a device it was not built for
         raise ValueError(
             f"device {brief(str(device))} is not known or not usable here; give auto, cpu, cuda "
             "or cuda:N."
         ) from error
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise ValueError(
-            f"device {chosen} is asked for, but this machine has {torch.cuda.device_count()} CUDA "
+            f"device {chosen} was requested, but this machine has {torch.cuda.device_count()} CUDA "
             "devices; use device='cpu'."
         )
     if dtype == "auto":

@@ -11,8 +11,8 @@ from types import CodeType
 def own_work(solution: Callable, *forbidden: str) -> None:
     """Raise AssertionError if a function or a class uses one of the `forbidden` names.
 
-    Functions inside it are read too, whether they are called or not. A name counts as a variable,
-    an import, or an attribute. This keeps honest learners honest; it is no sandbox.
+    Nested functions are read too, whether they are called or not. A name counts as a variable, an
+    import, or an attribute. This keeps honest learners honest; it is not a sandbox.
     """
     used: set[str] = set()
     for code in _codes(solution):
@@ -24,7 +24,7 @@ def own_work(solution: Callable, *forbidden: str) -> None:
 
 
 def _codes(thing: object) -> Iterator[CodeType]:
-    """The code of a function, of a class's methods, and of all that is defined inside them."""
+    """The code of a function, of a class's methods, and of everything defined inside them."""
     if isinstance(thing, type):
         for member in vars(thing).values():
             yield from _codes(member)

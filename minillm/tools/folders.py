@@ -1,4 +1,4 @@
-"""Where things lie on this machine: the project, its figures and recorded results, the cache."""
+"""Where things are on this machine: the project, its figures and recorded results, the cache."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ PACKAGE_DATA = PACKAGE / "data"
 
 
 def project_folder() -> Path:
-    """The repository that this package stands in, or the working folder if installed elsewhere."""
+    """The repository that holds this package, or the working folder if installed elsewhere."""
     root = PACKAGE.parent
     return root if (root / "notebooks").is_dir() else Path.cwd()
 

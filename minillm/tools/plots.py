@@ -1,9 +1,9 @@
-"""One figure style for all lessons, readable for colour-blind readers and in grey print.
+"""One figure style for all lessons, readable with colour blindness and in greyscale print.
 
-Colours: Okabe and Ito 2008. Each series also has a marker and a dash pattern of its own, so that a
-figure reads without colour; labels stand beside the lines. Some colours mean the same in every
-lesson: prefill, decode, the cache, what waits, a peer. Predictions are dashed. Figures are saved
-under `figures/`, where the README and slides find them: PNG, or GIF where something moves.
+Colours: Okabe and Ito 2008. Each series also has its own marker and dash pattern, so that a figure
+reads without colour; labels are beside the lines. Some colours mean the same in every lesson:
+prefill, decode, the cache, what waits, a peer. Predictions are dashed. Figures are saved under
+`figures/`, where the README and slides find them: PNG, or GIF where something moves.
 """
 
 import os
@@ -18,6 +18,7 @@ from minillm.tools.folders import figures_folder
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from PIL.Image import Image
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, PURPLE, GREY = "#56B4E9", "#CC79A7", "#666666"
@@ -32,7 +33,7 @@ def figure(
 ) -> "tuple[Figure, list[Axes]]":
     """A figure with `columns` panels side by side, in the house style.
 
-    width, height: in inches; the width is 7.5 for one panel and 10.5 for more unless given.
+    width, height: in inches; by default the width is 7.5 for one panel and 10.5 for more.
     """
     import matplotlib.pyplot as plt
 
@@ -49,26 +50,16 @@ def figure(
     return fig, list(axes[0])
 
 
-def series(
-    ax: "Axes",
-    i: int,
-    x: object,
-    y: object,
-    label: str,
-    *,
-    at: int = -1,
-    dx: float = 6,
-    dy: float = 0,
-) -> None:
-    """Line number `i` in its colour, marker and dashes, labelled beside point `at`.
+def series(ax: "Axes", i: int, x: object, y: object, label: str, *, dy: float = 0) -> None:
+    """Draw line number `i` in its colour, marker and dashes, labelled at its last point.
 
-    The label takes the place of a legend. dx, dy: offset of the label in points.
+    The label takes the place of a legend. dy: vertical offset of the label in points.
     """
     ax.plot(x, y, color=COLOURS[i], marker=MARKERS[i], linestyle=DASHES[i], label=label)
     ax.annotate(
         label,
-        (x[at], y[at]),
-        xytext=(dx, dy),
+        (x[-1], y[-1]),
+        xytext=(6, dy),
         textcoords="offset points",
         color=COLOURS[i],
         va="center",
@@ -77,18 +68,19 @@ def series(
 
 
 def label_ends(ax: "Axes", x: float, ends: list[tuple[float, str, str]]) -> None:
-    """Write names at `x`, where curves end; names that would touch are moved apart.
+    """Write names at `x`, where curves end; names that would overlap are moved apart.
 
     ends: (height, name, colour) of each curve. The axes should have their final limits. No name
     touches the lower edge.
     """
     ends = sorted(ends)
+    # Heights in pixels, where the size of the text is known
     bottom, *pixels = (
         ax.transData.transform((x, height))[1]
         for height in (ax.get_ylim()[0], *(height for height, _, _ in ends))
     )
-    apart = 11.5 / 72 * ax.figure.dpi  # a line of 9 points, and some air
-    for _ in range(50):
+    apart = 11.5 / 72 * ax.figure.dpi  # a line of 9 points, and some space
+    for _ in range(50):  # two neighbours that are too close share the push
         pixels[0] = max(pixels[0], bottom + apart / 2)
         for i in range(1, len(ends)):
             push = max(0.0, apart - (pixels[i] - pixels[i - 1])) / 2
@@ -102,8 +94,8 @@ def save(fig: "Figure", name: str) -> Path:
     """Save as `figures/NAME.png`, show it in a notebook, and return the path.
 
     $MINILLM_FIGURES names another folder. The picture has twice the pixels of its size on the
-    page, for sharp screens, and its titles as alternative text. Raises ValueError if the file has
-    more than 100 kB.
+    page, for sharp screens, and its titles as alternative text. Raises ValueError if the file is
+    larger than 100 kB.
     """
     import matplotlib.pyplot as plt
     from PIL import Image
@@ -136,12 +128,11 @@ def animate(
     """Save `figures/NAME.gif` of `n_frames` pictures and return the path.
 
     `draw(ax, i)` draws picture i on empty axes without a frame, from (0, 0) to (1, 1).
-    `seconds_each`: how long a picture is shown, or a list of that for all but the last. The last
-    stands for three seconds, so it should say something by itself. Raises ValueError if the file
-    has more than 300 kB.
+    `seconds_each`: how long a picture is shown, or one such time for each but the last. The last is
+    shown for three seconds, so it should say something by itself. Raises ValueError if the file is
+    larger than 300 kB.
     """
     import matplotlib.pyplot as plt
-    from PIL import Image
 
     fig, (ax,) = figure(width=width, height=height)
     ax.set_position((0.01, 0.01, 0.98, 0.98))
@@ -151,35 +142,41 @@ def animate(
         ax.set(xlim=(0, 1), ylim=(0, 1))
         ax.axis("off")
         draw(ax, i)
-        fig.canvas.draw()
-        size, pixels = fig.canvas.get_width_height(), bytes(fig.canvas.buffer_rgba())
-        picture = Image.frombytes("RGBA", size, pixels).convert("RGB")
-        pictures.append(picture.quantize(32))
+        pictures.append(_as_picture(fig))
     plt.close(fig)
     path = _path(f"{name}.gif")
     if isinstance(seconds_each, (int, float)):
         seconds_each = [seconds_each] * (n_frames - 1)
-    shown = [round(1000 * seconds) for seconds in seconds_each] + [3000]
+    shown = [round(1000 * seconds) for seconds in seconds_each] + [3000]  # milliseconds
     pictures[0].save(
         path, save_all=True, append_images=pictures[1:], duration=shown, loop=0, optimize=True
     )
     return _not_too_large(path, 300_000)
 
 
+def _as_picture(fig: "Figure") -> "Image":
+    """The figure in 32 colours, which keeps an animation small."""
+    from PIL import Image
+
+    fig.canvas.draw()
+    size, pixels = fig.canvas.get_width_height(), bytes(fig.canvas.buffer_rgba())
+    return Image.frombytes("RGBA", size, pixels).convert("RGB").quantize(32)
+
+
 def slider(draw: "Callable[..., Figure]", name: str, **ranges: object) -> None:
-    """A figure with sliders in JupyterLab, and a plain figure wherever there is no browser.
+    """A figure with sliders in JupyterLab, and a plain figure where there is no browser.
 
     `draw(**values)` returns a figure; its defaults make the plain one, saved as `figures/NAME.png`.
-    `ranges`: for each of its arguments what `ipywidgets.interact` takes, such as (1, 64) for a
-    slider or a list for a menu. Jupyter's server says that it is there by $JPY_SESSION_NAME.
+    `ranges`: for each argument of `draw` what `ipywidgets.interact` takes, such as (1, 64) for a
+    slider or a list for a menu.
     """
-    if "JPY_SESSION_NAME" not in os.environ:
+    if "JPY_SESSION_NAME" not in os.environ:  # set by Jupyter's server
         save(draw(), name)
         return
     import matplotlib.pyplot as plt
     from ipywidgets import interact
 
-    @wraps(draw)  # so that the sliders begin at its defaults
+    @wraps(draw)  # so that the sliders start at its defaults
     def redraw(**values: object) -> None:
         draw(**values)
         plt.show()
