@@ -366,7 +366,7 @@ def test_refusals(scheme, options, message):
 
 def test_rows_that_come_in_sixteens():
     model = lively(d_model=32, n_heads=3, n_kv_heads=1, d_head=8, d_ff=32)
-    with pytest.raises(ValueError, match="40 rows cannot be multiplied in 4 bits on a CPU, where"):
+    with pytest.raises(ValueError, match="40 rows cannot be multiplied in 4 bits on a CPU, which"):
         quantize(model, "int4")
 
 

@@ -1,8 +1,8 @@
-"""Calibration: what the matrices of a model are multiplied with, on text that it may meet.
+"""Calibration: statistics of the inputs of a model's matrices, on sample text.
 
-Cost: one forward pass over the text, and, where `moments` are wanted, a K × K matrix of float32 for
-each matrix of K columns.
-Quantization that knows its inputs can put its error where they are small.
+Cost: one forward pass over the text; with `moments` also a float32 matrix (in, in) for each matrix
+(out, in).
+A quantizer that knows the inputs can put its error where they are small.
 """
 
 from collections.abc import Iterable
@@ -19,10 +19,10 @@ from minillm.tools.checks import brief
 
 @dataclass
 class Inputs:
-    """Of one matrix (N, K): statistics of the n rows x (K,) that it was multiplied with.
+    """Statistics of the n input rows x (in,) that a matrix (out, in) was multiplied with.
 
-    largest (K,): the largest magnitude in each column. mean (K,): the mean magnitude.
-    moments (K, K): the mean of x xᵀ, or None if nobody asked for it.
+    largest (in,): the largest magnitude in each column. mean (in,): the mean magnitude.
+    moments (in, in): the mean of x xᵀ, or None if it was not asked for.
     """
 
     largest: Tensor
@@ -31,10 +31,11 @@ class Inputs:
     n: int = 0
 
     def add(self, x: Tensor) -> None:
-        """More rows, (…, K)."""
+        """Add the rows x (…, in)."""
         x = x.detach().flatten(0, -2).float()
         total = self.n + len(x)
         self.largest = torch.maximum(self.largest, x.abs().amax(0))
+        # Running means: mean += (sum of the new rows - their number · mean) / number of all rows.
         self.mean += (x.abs().sum(0) - len(x) * self.mean) / total
         if self.moments is not None:
             self.moments += (x.T @ x - len(x) * self.moments) / total
@@ -45,10 +46,10 @@ class Inputs:
 def collect(
     model: Decoder, calibration: Tensor | Iterable[Tensor], *, moments: bool = True
 ) -> dict[str, Inputs]:
-    """The inputs of every Linear but the head by its name.
+    """Statistics of the inputs of every Linear except the head, by name.
 
-    calibration: a batch of token ids (B, T), or several. ValueError if there is none, and for
-    inputs that are not finite.
+    calibration: a batch of token ids (B, T), or several. Raises ValueError if there is none, and
+    for inputs that are not finite.
     """
     if isinstance(calibration, Tensor):
         calibration = [calibration]
@@ -60,28 +61,36 @@ def collect(
     hooks = []
     for name, module in model.named_modules():
         if type(module) is Linear and name != "head":
-            zeros = partial(torch.zeros, device=module.weight.device)
-            K = module.in_features
-            found[name] = Inputs(zeros(K), zeros(K), zeros(K, K) if moments else None)
+            found[name] = _nothing_yet(module, moments)
             hooks.append(module.register_forward_pre_hook(partial(_add, found[name])))
     try:
-        n = 0
-        for tokens in calibration:
-            if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel():
-                raise ValueError(
-                    f"calibration holds {brief(tokens)}; give batches of token ids, tensors (B, T)."
-                )
-            model.hidden(tokens.to(model.device))
-            n += 1
+        _run(model, calibration)
     finally:
         for hook in hooks:
             hook.remove()
-    if not n:
-        raise ValueError("calibration is empty; give at least one batch of token ids (B, T).")
     for name, inputs in found.items():
         if not bool(inputs.largest.isfinite().all()):
             raise ValueError(f"{name} gets inputs that are not finite; load the model in float32.")
     return found
+
+
+def _nothing_yet(linear: Linear, moments: bool) -> Inputs:
+    n_in, zeros = linear.in_features, partial(torch.zeros, device=linear.weight.device)
+    return Inputs(zeros(n_in), zeros(n_in), zeros(n_in, n_in) if moments else None)
+
+
+def _run(model: Decoder, calibration: Iterable[Tensor]) -> None:
+    """The forward passes, one per batch, while the hooks watch."""
+    n = 0
+    for tokens in calibration:
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel():
+            raise ValueError(
+                f"calibration holds {brief(tokens)}; give batches of token ids, tensors (B, T)."
+            )
+        model.hidden(tokens.to(model.device))
+        n += 1
+    if not n:
+        raise ValueError("calibration is empty; give at least one batch of token ids (B, T).")
 
 
 def _add(inputs: Inputs, module: nn.Module, arguments: tuple[Any, ...]) -> None:

@@ -1,24 +1,24 @@
-"""The KV cache in 8 or 4 bits: less memory for each token, so more tokens in the same memory.
+"""The KV cache in 8 or 4 bits: less memory per token, so more tokens in the same memory.
 
 Source: Liu et al. 2024 (KIVI), sections 3 and 4.
-Cost: with D = 64, int8 stores 66 bytes where bfloat16 stores 128, int4 stores 36. So a memory holds
-about twice or three and a half times as many tokens. The Triton kernel reads the small form; the
-other backends first turn what is read back into the model's dtype, which takes longer than it
+Cost: for D = 64 numbers, bfloat16 takes 128 bytes, int8 66 and int4 36, so the same memory holds
+about two or three and a half times as many tokens. The Triton kernel reads the small form directly.
+The other backends first convert what they read to the model's dtype, which takes longer than it
 saves: there the gain is room, not time.
 
     int8   x ≈ scale · q               q from -127 to 127
     int4   x ≈ scale · q + minimum     q from 0 to 15
 
-What shares a scale? The D numbers of one token and head, or one channel of a head over 32 tokens.
-Keys have channels that are large in all tokens (rotary pairs that turn slowly), and per token these
-take the steps from the others. Values have none. So KIVI quantizes keys per channel and values per
-token. A group of keys can be rounded only when its 32 tokens are there: the newest keys wait in 16
-bits.
+Which numbers share a scale? The D numbers of one token and head, or one channel of a head over 32
+tokens. Keys have channels that are large in all tokens (rotary pairs that turn slowly): per token
+they dominate the scale, so other channels lose resolution. Values have none. So KIVI quantizes keys
+per channel and values per token. A group of keys can be rounded only once its 32 tokens are there;
+until then the newest keys stay in the model's dtype.
 
-    QuantizedStorage    per token, both: any index, so also in the pages of `minillm.paged`
-    ChannelKeyStorage   keys per channel: for sequences that lie in one piece
+    QuantizedStorage    both per token: for any index, so also for the pages of `minillm.paged`
+    ChannelKeyStorage   keys per channel: for contiguous sequences
 
-Writing and reading is all that differs from `minillm.kv_cache.KVStorage`.
+Only writing and reading differ from `minillm.kv_cache.KVStorage`.
 """
 
 from collections.abc import Callable
@@ -35,14 +35,16 @@ from minillm.tools.checks import brief
 
 KV_DTYPES = {"int8": 8, "int4": 4}
 GROUP = 32
-"""Tokens whose keys share a scale in each channel, as in KIVI. There the newest 128 keys and values
-wait in 16 bits; here it is the keys of an unfinished group."""
+"""Tokens whose keys share a scale in each channel, as in KIVI. KIVI keeps the newest 128 keys and
+values in 16 bits; here only the keys of an unfinished group are kept."""
 
 
 class QuantizedStorage(KVStorage):
-    """Keys and values in `bits` bits, 8 or 4, with their scales in float16.
+    """Keys and values in `bits` bits, 8 or 4, with scales in float16.
 
-    Of each layer: k and v (*shape, K, D), or D / 2 bytes, and their scales (*shape, K, 1 or 2).
+    Per layer: k and v (*shape, K, D) in int8 or (*shape, K, D / 2) packed bytes; their scales
+    (*shape, K, 1), or (*shape, K, 2) with the minimum beside the scale.
+    Raises ValueError for other bits, and for 4 bits with an odd D.
     """
 
     plain = False
@@ -54,10 +56,10 @@ class QuantizedStorage(KVStorage):
         if bits == 4 and D % 2:
             raise ValueError(f"4 bits need an even head dimension, and this model has {D}; use 8.")
         self.bits, self.dtype = bits, model.dtype
-        kind, width = (torch.int8, D) if bits == 8 else (torch.uint8, D // 2)
+        kind, width = (torch.int8, D) if bits == 8 else (torch.uint8, D // 2)  # two in a byte
         self.k = torch.zeros(L, *shape, K, width, dtype=kind, device=model.device)
         self.v = torch.zeros_like(self.k)
-        n_scales = 1 if bits == 8 else 2
+        n_scales = 1 if bits == 8 else 2  # the scale, and for 4 bits the minimum
         scales = torch.zeros(L, *shape, K, n_scales, dtype=torch.float16, device=model.device)
         self._set_scales(scales, torch.zeros_like(scales))
 
@@ -84,7 +86,7 @@ class QuantizedStorage(KVStorage):
             x[:, target] = x[:, source]
 
     def _stored(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (…, D) as it is stored, and its scales (…, 1 or 2)."""
+        """x (…, D) as stored, and its scales (…, 1 or 2)."""
         q, scales = rounded(x, self.bits, -1)
         return self._packed(q), torch.cat(scales, -1)
 
@@ -100,7 +102,7 @@ class QuantizedStorage(KVStorage):
 
 
 class ChannelKeyStorage(QuantizedStorage):
-    """Values per token; keys per channel over groups of 32 tokens, those of the last group in full.
+    """Values per token; keys per channel over groups of 32 tokens, the last group not rounded.
 
     For a contiguous cache: the index in `write` and `read` is (all sequences, a slice of slots).
     """
@@ -114,24 +116,24 @@ class ChannelKeyStorage(QuantizedStorage):
         self._set_scales(torch.zeros(L, batch, n_groups, n_scales, K, D, **like), self.v_scales)
         self.newest = torch.zeros(L, batch, GROUP, K, D, dtype=model.dtype, device=model.device)
         self.stored.append(self.newest)
-        self._first = [0] * L  # the token whose key is first in `newest`
+        self._first = [0] * L  # per layer: the slot of the first key in `newest`
 
     def write(self, layer: int, at: Any, k: Tensor, v: Tensor) -> None:
         keys, values, scales, v_scales = self.layers[layer]
         values[at], v_scales[at] = self._stored(v)
         start, newest = at[1].start, self.newest[layer]
-        first = start - start % GROUP
-        if first != self._first[layer]:  # after a rewind, into a group that was rounded
+        first = start - start % GROUP  # where the group of the first new token begins
+        if first != self._first[layer]:  # rewound into a group that was rounded: take it up again
             newest[:, : start - first] = self._keys(layer, start)[:, first:]
-        rows = torch.cat((newest[:, : start - first], k), 1)
-        n_full = rows.shape[1] // GROUP
+        pending = torch.cat((newest[:, : start - first], k), 1)  # (B, tokens from `first` on, K, D)
+        n_full = pending.shape[1] // GROUP
         end = first + n_full * GROUP
         if n_full:
-            groups = rows[:, : n_full * GROUP].unflatten(1, (n_full, GROUP))
-            q, found = rounded(groups, self.bits, 2)
+            groups = pending[:, : n_full * GROUP].unflatten(1, (n_full, GROUP))
+            q, found = rounded(groups, self.bits, 2)  # (B, n_full, GROUP, K, D); scales with 1
             keys[:, first:end] = self._packed(q.flatten(1, 2))
             scales[:, first // GROUP : end // GROUP] = torch.cat(found, 2)
-        newest[:, : rows.shape[1] - n_full * GROUP] = rows[:, n_full * GROUP :]
+        newest[:, : pending.shape[1] - n_full * GROUP] = pending[:, n_full * GROUP :]
         self._first[layer] = end
 
     def read(self, layer: int, at: Any) -> tuple[Tensor, Tensor]:
@@ -142,20 +144,22 @@ class ChannelKeyStorage(QuantizedStorage):
         return keys, self._loaded(values[at], v_scales[at])
 
     def _keys(self, layer: int, end: int) -> Tensor:
-        """Rounded keys (B, end, K, D) in the model's dtype."""
+        """The rounded keys (B, end, K, D), in the model's dtype."""
         keys, _, scales, _ = self.layers[layer]
         n_groups = -(-end // GROUP)
         q = self._unpacked(keys[:, : n_groups * GROUP])
         missing = n_groups * GROUP - q.shape[1]  # the cache may end within a group
         q = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, missing)).unflatten(1, (n_groups, GROUP))
+        # q is now (B, n_groups, GROUP, K, D), and each of `found` (B, n_groups, 1, K, D).
         found = scales[:, :n_groups].to(self.dtype).split(1, 2)
         return dequantized(q, found).flatten(1, 2)[:, :end]
 
 
 def rounded(x: Tensor, bits: int, dim: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """x on a grid whose numbers along `dim` share a scale: q, and scale, or scale and minimum.
+    """x in 8 or 4 bits, with one scale along `dim`: q, and (scale,) or (scale, minimum).
 
-    Scales are float16, with size 1 in `dim`, and rounded first: the q are best for what is stored.
+    Scales have size 1 in `dim`. They are rounded to float16 before q is chosen, so that q is the
+    best for the stored scale.
     """
     x = x.float()
     if bits == 8:
@@ -168,15 +172,16 @@ def rounded(x: Tensor, bits: int, dim: int) -> tuple[Tensor, tuple[Tensor, ...]]
 
 
 def dequantized(q: Tensor, scales: tuple[Tensor, ...]) -> Tensor:
-    """What `rounded` stands for, in the dtype of q and the scales."""
+    """The inverse of `rounded`, in the dtype of q and the scales."""
     scaled = q * scales[0]
     return scaled if len(scales) == 1 else scaled + scales[1]
 
 
 class QuantizedKVCache(KVCache):
-    """`KVCache` in 8 or 4 bits. keys: what shares a scale of the keys, "token" or "channel".
+    """`KVCache` in 8 or 4 bits.
 
-    ValueError for other choices.
+    keys: "token" for one scale per token and head, "channel" for one per channel of 32 tokens.
+    Raises ValueError for other choices.
     """
 
     def __init__(
@@ -197,7 +202,10 @@ class QuantizedKVCache(KVCache):
 
 
 def storage_for(kv_dtype: str | None) -> Callable[[Decoder, tuple[int, int]], KVStorage]:
-    """How a paged cache stores its keys and values: None in the model's dtype, "int8", "int4"."""
+    """The storage of a paged cache for kv_dtype "int8", "int4" or None, the model's own dtype.
+
+    Raises ValueError for another kv_dtype.
+    """
     if kv_dtype is None:
         return KVStorage
     if kv_dtype not in KV_DTYPES:

@@ -2,18 +2,18 @@
 
 Sources: Dettmers et al. 2022 (LLM.int8()), section 3.1; Micikevicius et al. 2022 (FP8 formats for
 deep learning), section 3, for e4m3.
-Cost: a product with few rows reads the matrix once, so its bytes are its time. Activations stay in
-bfloat16, and no chip multiplies 8-bit whole numbers with 16-bit floats: the numbers are turned into
+Cost: a product with few input rows reads the matrix once, so its bytes set its time. Activations
+stay in bfloat16. No chip multiplies int8 with 16-bit floats, so the weights are converted to
 bfloat16 in registers, on their way into the product.
 
-    Int8Linear     one byte a number, one scale a row
+    Int8Linear     one byte per number, one scale per row
     Float8Linear   the same with 8-bit floats: 4 bits of exponent, 3 of mantissa
-    Int4Linear     two numbers a byte, a scale and a zero for each group
+    Int4Linear     two numbers per byte, a scale and a zero per group
 
-On a CPU the products are PyTorch's. They are fast for a few rows of bfloat16, and a hundred times
-slower with float32, which is therefore refused. On a GPU `kernels/few_rows.py` multiplies up to 64
-rows; more are multiplied in 16 bits.
-`minillm.quantization.w8a8` rounds the activations as well.
+On a CPU the products are PyTorch's (`minillm.cpu_products`). They are fast for a few rows of
+bfloat16, and a hundred times slower with float32, which is therefore refused. On a GPU
+`kernels/few_rows.py` multiplies up to 64 rows; more are multiplied in 16 bits.
+Not here: rounding the activations as well (`minillm.quantization.w8a8`).
 """
 
 from abc import ABC, abstractmethod
@@ -30,16 +30,21 @@ from minillm.quantization import grid
 from minillm.quantization.grid import QuantizedMatrix
 
 MOST_ROWS = 16
-"""On a CPU, with more rows than this an int8 matrix is multiplied in bfloat16."""
+"""On a CPU, inputs of more rows than this are multiplied with an int8 matrix in bfloat16."""
 
 
-class QuantizedLinear(nn.Module, ABC):
-    """(x · input_scale) Wᵀ + bias for W (N, K) on a grid. Made for the device that the grid is on.
+class CompactLinear(nn.Module):
+    """What replaces a Linear and stores its matrix in fewer bytes."""
 
-    input_scale (K,): what each column of x is multiplied with first, if anything.
+    stored: str  # how, in words
+
+
+class QuantizedLinear(CompactLinear, ABC):
+    """(x · input_scale) Wᵀ + bias for a quantized W (out, in). It stays on the device of W.
+
+    input_scale (in,): multiplies the columns of x first, if given.
     """
 
-    stored: str  # in words
     input_scale: Tensor | None
 
     def __init__(
@@ -56,13 +61,14 @@ class QuantizedLinear(nn.Module, ABC):
 
     @abstractmethod
     def dequantized(self) -> Tensor:
-        """The matrix (N, K) that is computed with, in float32."""
+        """The matrix (out, in) that the product uses, in float32."""
 
     @abstractmethod
     def product(self, x: Tensor) -> Tensor:
-        """x (M, K) bfloat16 to (M, N)."""
+        """x (rows, in) in bfloat16 to (rows, out)."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """x (…, in) in bfloat16 to (…, out); TypeError for another dtype."""
         if x.dtype != torch.bfloat16:
             raise TypeError(
                 f"A quantized model computes in bfloat16, and got {x.dtype}; leave its dtype as it "
@@ -71,17 +77,19 @@ class QuantizedLinear(nn.Module, ABC):
         shape = x.shape
         if self.input_scale is not None:
             x = x * self.input_scale
-        x = x.reshape(-1, shape[-1]).contiguous()  # as the kernels read it
+        x = x.reshape(-1, shape[-1]).contiguous()  # (rows, in), as the kernels read it
         if x.is_cuda:
             with on_device_of(x):
                 out = self.product(x)
-        else:  # without a context, which costs as much as a small operation
+        else:  # no context manager: it costs as much as a small operation
             out = self.product(x)
         if self.bias is not None:
             out += self.bias
         return out.view(*shape[:-1], self.out_features)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
+        # `model.float()` and the like change nothing here. Another device is refused: the order in
+        # which an int4 matrix is packed depends on it.
         found = fn(self.weight)
         if (found.device, found.dtype) != (self.weight.device, self.weight.dtype):
             raise ValueError(
@@ -91,7 +99,7 @@ class QuantizedLinear(nn.Module, ABC):
         return self
 
     def few_rows(self, x: Tensor) -> bool:
-        """Whether the Triton kernel takes this product."""
+        """Whether the Triton kernel can compute this product."""
         if not x.is_cuda or why_not_here(x, "few_rows", "") is not None:
             return False
         from minillm.kernels.few_rows import MAX_ROWS
@@ -100,15 +108,15 @@ class QuantizedLinear(nn.Module, ABC):
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x, or a copy at a multiple of 64 bytes: PyTorch's int8 product crashes at odd addresses.
+    """x, or a copy that starts at a multiple of 64 bytes, as `int8_weight_linear` needs it.
 
-    So do rows that are no multiple of 16 numbers. A file's tensors lie anywhere.
+    Tensors that were read from a file can start anywhere.
     """
     return x if x.data_ptr() % 64 == 0 else x.clone()
 
 
 class Int8Linear(QuantizedLinear):
-    """One byte a number, one scale a row."""
+    """One byte per number, one scale per row."""
 
     stored = "int8 weights"
 
@@ -132,12 +140,12 @@ class Int8Linear(QuantizedLinear):
         return self.in_16_bits(x)
 
     def in_16_bits(self, x: Tensor) -> Tensor:
-        """The product after a copy of the matrix in bfloat16 has been made."""
+        """The product with a bfloat16 copy of the matrix, made for this call."""
         return F.linear(x, self.weight.to(x.dtype)) * self.scale
 
 
 class Float8Linear(Int8Linear):
-    """One 8-bit float (e4m3) a number, one scale a row. On a CPU it saves memory, not time."""
+    """One 8-bit float (e4m3) per number, one scale per row. On a CPU it saves memory, not time."""
 
     stored = "float8 weights"
 
@@ -148,7 +156,7 @@ class Float8Linear(Int8Linear):
 
 
 class Int4Linear(QuantizedLinear):
-    """Two numbers a byte, a scale and a zero for each group."""
+    """Two numbers per byte, a scale and a zero per group."""
 
     stored = "int4 weights, int8 head"
 
@@ -159,16 +167,16 @@ class Int4Linear(QuantizedLinear):
         assert matrix.zero is not None
         if matrix.q.device.type == "cpu" and len(matrix.q) % 16:
             raise ValueError(
-                f"A matrix of {len(matrix.q)} rows cannot be multiplied in 4 bits on a CPU, where "
-                "rows come in sixteens; use int8."
+                f"A matrix of {len(matrix.q)} rows cannot be multiplied in 4 bits on a CPU, which "
+                "needs a multiple of 16 rows; use int8."
             )
         self.group_size = matrix.group_size
-        if matrix.q.device.type == "cpu":  # in the order in which PyTorch's product reads them
+        if matrix.q.device.type == "cpu":  # in the order that PyTorch's product reads
             packed = int4_layout(matrix.q)
             self.register_buffer("weight", packed)
-            both = torch.stack((matrix.scale, matrix.zero), -1)  # (N, K / group, 2)
+            both = torch.stack((matrix.scale, matrix.zero), -1)  # (out, in / group, 2)
             self.register_buffer("scale_zero", both.transpose(0, 1).contiguous())
-            # Looking a buffer up costs a microsecond, and a step has 120 products.
+            # Looking up a buffer costs a microsecond, and a decode step has 120 products.
             self._operands = self.weight, self.group_size, self.scale_zero
         else:
             self.register_buffer("weight", grid.pack(matrix.q))
@@ -177,13 +185,13 @@ class Int4Linear(QuantizedLinear):
 
     def dequantized(self) -> Tensor:
         if self.weight.device.type == "cpu":
-            # A product with the identity gives each number once, and nothing is rounded but it.
+            # Times the identity: each output is one number of the matrix, rounded to bfloat16.
             eye = torch.eye(self.in_features, dtype=torch.bfloat16)
             return self.product(eye).T.float()
         return QuantizedMatrix(grid.unpack(self.weight), self.scale, self.zero).dequantized()
 
     def matrix(self) -> QuantizedMatrix:
-        """The numbers as they are stored, exactly."""
+        """The stored numbers and scales, exactly, in the plain order."""
         if self.weight.device.type != "cpu":
             return QuantizedMatrix(grid.unpack(self.weight), self.scale, self.zero)
         scale, zero = self.scale_zero.transpose(0, 1).unbind(-1)
@@ -206,22 +214,22 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _packed_order(N: int, K: int) -> Tensor:
-    """Which number of a matrix (N, K) PyTorch stores in each place of its packed form.
+def _packed_order(n_out: int, n_in: int) -> Tensor:
+    """For each place of `int4_layout`'s bytes, which number of a matrix (out, in) it stores.
 
-    The order differs between CPUs, so it is found out: numbers are packed that spell their place,
-    a digit of 4 bits at a time.
+    The order depends on the CPU, so it is measured: each number's own index is packed, 4 bits of it
+    at a time, and read back.
     """
-    place = torch.arange(N * K)
-    found = torch.zeros_like(place)
-    for shift in range(0, (N * K - 1).bit_length(), 4):
-        digits = (place >> shift & 15).view(N, K)
+    index = torch.arange(n_out * n_in)
+    found = torch.zeros_like(index)
+    for shift in range(0, (n_out * n_in - 1).bit_length(), 4):
+        digits = (index >> shift & 15).view(n_out, n_in)
         found |= _nibbles(int4_layout(digits)).long() << shift
     return found
 
 
 class Int8Embedding(nn.Module):
-    """Rows of an int8 head, looked up: tied, as the model had them."""
+    """An embedding tied to an int8 head: it looks up the rows of the head."""
 
     def __init__(self, head: Int8Linear):
         super().__init__()

@@ -1,23 +1,22 @@
-"""Quantization: a model whose matrices are stored in 8 or 4 bits and computed from as they are.
+"""Quantization: a model with its matrices stored, and multiplied, in 8 or 4 bits.
 
 Sources: Dettmers et al. 2022 (LLM.int8()), sections 2 and 3; Frantar et al. 2022 (GPTQ), section 5,
 for groups.
-Cost: decode reads the weights once a token, so a quarter of the bytes is up to four times the
-tokens per second. What is lost by rounding is in `minillm.quantization.grid`, how the small form is
-multiplied in `minillm.quantization.linear`.
+Cost: decode reads the weights once per token, so a quarter of the bytes gives up to four times the
+tokens per second. `grid` has the rounding, `linear` the products.
 
-    int8          weights only, one scale a row
+    int8          weights only, one scale per row
     fp8           the same with 8-bit floats
     int4          weights only, groups of 32, 64 or 128 numbers with a scale and a zero
-    gptq          the same grid, its errors made up for by the columns after (`minillm.gptq`)
-    awq           the same grid, with the columns that matter enlarged before (`minillm.awq`)
-    w8a8          int8 weights and activations (`minillm.quantization.w8a8`)
+    gptq          the same grid; later columns cancel the rounding errors of earlier ones (`gptq`)
+    awq           the same grid; columns that matter are scaled up before rounding (`awq`)
+    w8a8          int8 weights and activations (`w8a8`)
     llm_int8      w8a8 with the activations' outliers in bfloat16
     smoothquant   w8a8 with some of the activations' range moved to the weights
 
-The head is always int8, weights only: its rows decide between tokens, and a vocabulary is a large
-part of a small model. An embedding tied to it shares its int8 rows, and is looked up from them.
-Norms and an embedding of its own stay in bfloat16, as do the sums between the matrices.
+The head is always int8, weights only: its rows decide between tokens, and the vocabulary is a large
+part of a small model. An embedding tied to it looks up the same int8 rows.
+Norms, an untied embedding and the activations stay in bfloat16.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,6 +32,7 @@ from minillm.quantization.calibration import Inputs, collect
 from minillm.quantization.gptq import gptq
 from minillm.quantization.grid import GROUP_SIZES, QuantizedMatrix
 from minillm.quantization.linear import (
+    CompactLinear,
     Float8Linear,
     Int4Linear,
     Int8Embedding,
@@ -48,13 +48,13 @@ SCHEMES = {
     "awq": (*_GROUPED, "calibration"), "w8a8": ("per",), "llm_int8": ("threshold", "calibration"),
     "smoothquant": ("alpha", "per", "calibration"),
 }  # fmt: skip
-"""Each with its options."""
+"""The options of each scheme."""
 _CALIBRATED = ("gptq", "awq", "smoothquant")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Of a scheme, see `quantize`."""
+    """The options of a scheme; `quantize` explains them."""
 
     group_size: int = 32
     symmetric: bool = False
@@ -69,17 +69,18 @@ def quantize(model: Decoder, scheme: str, **options: Any) -> Decoder:
     """A new model with its matrices stored in fewer bits; `model` is untouched.
 
     scheme and its options:
-    int4, gptq, awq: group_size, 32, 64 or 128; symmetric, whether the grid is centred on 0; bits, 2
-    to 4, of the 4 that are stored.
-    w8a8, smoothquant: per, "token" or "tensor": what shares a scale of the activations. With
-    "tensor" a token's result depends on what is computed beside it, later tokens included.
+    int4, gptq, awq: group_size, 32, 64 or 128; symmetric, whether the grid is centred on 0; bits,
+    how many of the 4 stored bits are used, 2 to 4.
+    w8a8, smoothquant: per, "token" or "tensor": which activations share a scale. With "tensor" a
+    token's result depends on the other tokens of the batch, later ones included.
     smoothquant: alpha, from 0 to 1, how much of the activations' range moves to the weights.
-    llm_int8: threshold, the magnitude of an outlier.
+    llm_int8: threshold, the least magnitude of an outlier.
     gptq, awq and smoothquant need calibration: a batch of token ids, a tensor (B, T), or several.
-    llm_int8 may have it: outlier columns are then known, and their weights stored in bfloat16.
+    It is optional for llm_int8: the outlier columns are then known beforehand, and their weights
+    stored in bfloat16.
     Raises ValueError for an unknown scheme or option, a group size that does not divide a matrix's
-    columns, missing calibration, numbers that are not finite, a model with other matrices, and rows
-    that are no multiple of 16, which 4 bits on a CPU need.
+    columns, missing calibration, numbers that are not finite, matrices that are not plain `Linear`,
+    and, for 4 bits on a CPU, rows that are not a multiple of 16.
     """
     given = _checked(scheme, options)
     check_plain(model, "quantize")
@@ -94,6 +95,7 @@ def quantize(model: Decoder, scheme: str, **options: Any) -> Decoder:
 def _module(
     scheme: str, given: Options, name: str, linear: Linear, inputs: Inputs | None
 ) -> QuantizedLinear:
+    """The module that replaces `linear`. inputs: its statistics, if there is calibration."""
     weight, bias = linear.weight.detach(), linear.bias
     if scheme in ("int8", "int4") or name == "head":
         return weights_only(on_grid(name, weight, scheme, given), bias)
@@ -103,7 +105,7 @@ def _module(
         return W8A8Linear(grid.to_int8(weight), bias, per=given.per)
     if scheme == "llm_int8" and inputs is None:
         return OutlierLinear(grid.to_int8(weight), bias, threshold=given.threshold)
-    assert inputs is not None
+    assert inputs is not None  # `_checked` asked for calibration
     if scheme == "llm_int8":
         return OutlierLinear.with_known(weight, bias, inputs, given.threshold)
     if scheme == "smoothquant":
@@ -112,11 +114,12 @@ def _module(
             grid.to_int8(weight / input_scale.float()), bias, input_scale, per=given.per
         )
     check_groups(name, weight, given.group_size)
-    options = {"bits": given.bits, "symmetric": given.symmetric}
+    size, bits, symmetric = given.group_size, given.bits, given.symmetric
     if scheme == "gptq":
-        return Int4Linear(gptq(weight, inputs.moments, given.group_size, **options), bias)
-    scaled, input_scale = awq(weight, inputs, given.group_size, **options)
-    return Int4Linear(scaled, bias, input_scale)
+        matrix = gptq(weight, inputs.moments, size, bits=bits, symmetric=symmetric)
+        return Int4Linear(matrix, bias)
+    matrix, input_scale = awq(weight, inputs, size, bits=bits, symmetric=symmetric)
+    return Int4Linear(matrix, bias, input_scale)
 
 
 def _checked(scheme: str, options: dict[str, Any]) -> Options:
@@ -135,8 +138,10 @@ def _checked(scheme: str, options: dict[str, Any]) -> Options:
         raise ValueError(f"symmetric is {brief(given.symmetric)}; choose True or False.")
     if given.per not in PER:
         raise ValueError(f"per is {brief(given.per)}; choose {' or '.join(PER)}.")
-    for name, least, most in (("alpha", 0, 1), ("threshold", 0, float("inf"))):
-        value = getattr(given, name)
+    for name, value, least, most in (
+        ("alpha", given.alpha, 0, 1),
+        ("threshold", given.threshold, 0, float("inf")),
+    ):
         if type(value) not in (int, float) or not least <= value <= most:
             raise ValueError(f"{name} is {brief(value)}; choose a number from {least} to {most}.")
     if scheme in _CALIBRATED and given.calibration is None:
@@ -147,7 +152,7 @@ def _checked(scheme: str, options: dict[str, Any]) -> Options:
 
 
 def check_groups(name: str, weight: Tensor, group_size: int) -> None:
-    """ValueError if groups of so many don't divide the columns of a matrix (N, K)."""
+    """ValueError unless `in` of a matrix (out, in) is a multiple of group_size."""
     if weight.shape[1] % group_size:
         raise ValueError(
             f"{name} has {weight.shape[1]} columns, which groups of {group_size} do not divide; "
@@ -158,7 +163,7 @@ def check_groups(name: str, weight: Tensor, group_size: int) -> None:
 def on_grid(
     name: str, weight: Tensor, scheme: str, options: Options | None = None
 ) -> QuantizedMatrix:
-    """A matrix (N, K) of that name, rounded; ValueError if groups don't divide K."""
+    """The matrix weight (out, in) in int8 or int4; ValueError if groups don't divide its rows."""
     options = options or Options()
     if scheme == "int8" or name == "head":
         return grid.to_int8(weight)
@@ -167,33 +172,35 @@ def on_grid(
 
 
 def weights_only(matrix: QuantizedMatrix, bias: Tensor | None) -> QuantizedLinear:
-    """The module for a matrix in 8 or in 4 bits."""
+    """The module for a matrix in int8 or int4."""
     return (Int8Linear if matrix.zero is None else Int4Linear)(matrix, bias)
 
 
 def with_modules(model: Decoder, module: Callable[[str, Linear], QuantizedLinear]) -> Decoder:
-    """A model with `module(name, linear)` for every Linear, and the rest in bfloat16."""
+    """A new model: `module(name, linear)` replaces every Linear, the rest is in bfloat16."""
     quantized = replace_linears(model, module)
     if model.config.tie_embeddings:
         quantized.embed = Int8Embedding(quantized.head)
     for part in quantized.modules():
-        for name, p in part._parameters.items():
-            if p is not None:  # a Parameter of its own: the original's may want gradients
-                part._parameters[name] = nn.Parameter(p.detach().bfloat16(), requires_grad=False)
+        for name, p in list(part.named_parameters(recurse=False)):
+            # A new Parameter even in bfloat16: the original's may require gradients.
+            setattr(part, name, nn.Parameter(p.detach().bfloat16(), requires_grad=False))
     return quantized
 
 
 def stored_as(model: Decoder) -> str:
-    """In words: "int4 weights, int8 head", or the dtype of the weights."""
-    plain = f"{model.dtype} weights".removeprefix("torch.")
-    return getattr(model.layers[0].down, "stored", plain)
+    """How the matrices are stored, in words: "int4 weights, int8 head", or their dtype."""
+    matrix = model.layers[0].down
+    if isinstance(matrix, CompactLinear):
+        return matrix.stored
+    return f"{model.dtype} weights".removeprefix("torch.")
 
 
 def decode_bytes(model: Decoder, context: int) -> int:
     """Bytes that one decoded token reads: all matrices and norms, and `context` cached tokens.
 
-    `costs.decode_bytes` for what a model really stores. Of an embedding of its own it is one row,
-    which is left out.
+    `costs.decode_bytes` for what a model really stores. An untied embedding is left out: only one
+    of its rows is read.
     """
     L, K, D = model.kv_shape
     tied = model.config.tie_embeddings
@@ -202,6 +209,6 @@ def decode_bytes(model: Decoder, context: int) -> int:
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Bytes of all that a model stores, scales and zeros included; what is shared counts once."""
+    """Bytes that a model stores, scales and zeros included; shared tensors count once."""
     storages = (t.untyped_storage() for t in (*model.parameters(), *model.buffers()))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,26 +1,26 @@
-"""W8A8: activations in 8 bits as well, so that whole numbers are multiplied with whole numbers.
+"""W8A8: weights and activations in 8 bits, so that the product is one of whole numbers.
 
 Sources: Dettmers et al. 2022 (LLM.int8()), sections 2.1 and 3; Xiao et al. 2023 (SmoothQuant),
 sections 3 and 4, equations 3 and 4.
-Cost: twice the FLOPs of 16 bits where the chip has an int8 product (VNNI or AMX on a CPU, the
-matrix units of a GPU), so it helps a prefill, which weights alone do not. Each product first rounds
-its input, which costs a pass over it.
+Cost: twice the FLOP/s of 16 bits where the chip has an int8 product (VNNI or AMX on a CPU, the
+matrix units of a GPU). That speeds up a prefill, which rounding only the weights does not. Each
+product first rounds its input: one more pass over it.
 
-    y = s_x · s_w · (q_x q_wᵀ)        q: int8, sums in int32; s_w one scale for each row of W
+    y = s_x · s_w · (q_x q_wᵀ)        q: int8, sums in int32; s_w: one scale per row of W
 
-The trouble is s_x. A few columns of the activations (outliers) are up to hundreds of times as large
-as the others; with one scale for all of x, most of it is then rounded to 0, 1 and -1.
+The trouble is s_x. A few columns of the activations, the outliers, are up to hundreds of times as
+large as the others. With one scale for all of x, most of x is then rounded to 0, 1 and -1.
 
-    one scale a row of x ("token")   outliers of one token no longer hurt the others
-    llm_int8                         outlier columns are taken out and multiplied in bfloat16
-    smoothquant                      columns divided by s, W's multiplied by it: some of the range
-                                     moves to the weights, which have room
+    one scale per row of x ("token")   outliers of one token no longer hurt the others
+    llm_int8                           outlier columns are multiplied separately, in bfloat16
+    smoothquant                        columns of x divided by s, columns of W multiplied by s: some
+                                       of the range moves to the weights, which have room
 
-A scale for all of x, and outliers that are looked for in each x, make a token's result depend on
-the tokens beside it. So only a scale for each row, with known outliers, gives a request the same
-answer in any batch.
-`_int_mm` is PyTorch's int8 product; on a GPU it wants more than 16 rows, and gets zeros. On a CPU
-without an int8 product float32 takes its place.
+With one scale for all of x, or outliers that are searched for in each x, a token's result depends
+on the other tokens of its batch. Only one scale per row, with outliers known beforehand, gives a
+request the same answer in any batch.
+PyTorch's int8 product needs more than 16 rows on a GPU; shorter inputs are zero-padded. On a CPU
+without int8 instructions the product is computed in float32, exactly.
 """
 
 import torch
@@ -33,12 +33,12 @@ from minillm.quantization.grid import QuantizedMatrix, divisor, to_int8
 from minillm.quantization.linear import Int8Linear
 
 THRESHOLD = 6.0
-"""From this magnitude on a number is an outlier (Dettmers et al. 2022, section 3.2)."""
+"""Numbers of at least this magnitude are outliers (Dettmers et al. 2022, section 3.2)."""
 PER = ("token", "tensor")
 
 
 class W8A8Linear(Int8Linear):
-    """Weights and activations in int8. per: whether each row of x has a scale, or all x one."""
+    """Weights and activations in int8. per: "token" or "tensor", see `rounded`."""
 
     stored = "int8 weights and activations"
 
@@ -54,15 +54,15 @@ class W8A8Linear(Int8Linear):
         self.per = per
 
     def product(self, x: Tensor) -> Tensor:
-        q, scale = rounded(x, self.per)
+        q, scale = rounded(x, self.per)  # (rows, in), and (rows, 1) or (1, 1)
         return (int8_product(q, self.weight) * self.scale.float()).mul_(scale).to(x.dtype)
 
 
 class OutlierLinear(W8A8Linear):
-    """LLM.int8(): columns of x that hold a magnitude of `threshold` are multiplied in bfloat16.
+    """LLM.int8(): columns of x with a magnitude of `threshold` or more are multiplied in bfloat16.
 
-    outliers (n,) and their weights (N, n), if they are known beforehand; else the columns are
-    looked for in each x, and their weights are those of the int8 matrix.
+    outliers (n,): those columns, if known beforehand, with their weights outlier_weight (out, n).
+    Otherwise they are searched for in each x, and their weights come from the int8 matrix.
     """
 
     stored = "int8 weights and activations, outliers in bfloat16"
@@ -85,9 +85,9 @@ class OutlierLinear(W8A8Linear):
     def with_known(
         cls, weight: Tensor, bias: Tensor | None, inputs: Inputs, threshold: float
     ) -> "OutlierLinear":
-        """W (N, K) without the columns that are outliers on calibration text, and those apart."""
+        """For weight (out, in), with the outlier columns of the calibration text in bfloat16."""
         outliers = (inputs.largest >= threshold).nonzero()[:, 0]
-        rest = to_int8(weight.index_fill(1, outliers, 0))
+        rest = to_int8(weight.index_fill(1, outliers, 0))  # so they don't stretch the rows' scales
         kept = weight[:, outliers].bfloat16()
         return cls(rest, bias, threshold=threshold, outliers=outliers, outlier_weight=kept)
 
@@ -98,7 +98,7 @@ class OutlierLinear(W8A8Linear):
         return weight
 
     def product(self, x: Tensor) -> Tensor:
-        columns, w = self.outliers, self.outlier_weight
+        columns, w = self.outliers, self.outlier_weight  # (n,), (out, n)
         if columns is None:
             columns = (x.abs().amax(0) >= self.threshold).nonzero()[:, 0]
             w = self.weight[:, columns].to(x.dtype) * self.scale[:, None]
@@ -108,30 +108,33 @@ class OutlierLinear(W8A8Linear):
 
 
 def rounded(x: Tensor, per: str = "token") -> tuple[Tensor, Tensor]:
-    """x (M, K) as int8, with its scales (M, 1) or (1, 1) in float32."""
+    """x (rows, in) as int8, and its scales in float32.
+
+    per: "token" for one scale per row (rows, 1), "tensor" for one in all (1, 1).
+    """
     largest = x.abs().amax(1, keepdim=True).float()
     scale = (largest if per == "token" else largest.amax(0, keepdim=True)) / 127
     return (x / divisor(scale)).round_().to(torch.int8), scale
 
 
 def int8_product(q: Tensor, weight: Tensor) -> Tensor:
-    """q (M, K) times weight (N, K), both int8: (M, N), summed exactly in int32."""
-    M = len(q)
+    """q (rows, in) times weight (out, in), both int8: (rows, out), summed exactly in int32."""
+    n_rows = len(q)
     if q.is_cuda:
-        q = F.pad(q, (0, 0, 0, max(0, 32 - M)))
+        q = F.pad(q, (0, 0, 0, max(0, 32 - n_rows)))
     elif not cpu_products.has_int8():
-        # Here `_int_mm` multiplies number by number. A sum of 1,024 products is at most 2²⁴, so
-        # products in float32 are exact, too, and far faster.
+        # There PyTorch multiplies number by number. float32 is far faster, and exact as well: a sum
+        # of 1,024 products of int8 is below 2²⁴.
         parts = zip(q.split(1024, 1), weight.split(1024, 1), strict=True)
         return sum((a.float() @ w.float().T).int() for a, w in parts)
-    return cpu_products.int8_matmul(q, weight)[:M]
+    return cpu_products.int8_matmul(q, weight)[:n_rows]
 
 
 def smoothing(weight: Tensor, inputs: Inputs, alpha: float) -> Tensor:
-    """What SmoothQuant multiplies the columns of x with, and divides those of W by, (K,).
+    """1 / s (in,): the columns of x are multiplied by it, those of weight (out, in) divided.
 
-    1 / s with s = max|x|^α / max|w|^(1 - α) for each column: with α = 1 all of the activations'
-    range moves to the weights, with 0 the weights' moves to the activations.
+    s = max|x|^alpha / max|w|^(1 - alpha) for each column (equation 4). alpha = 1 moves all of the
+    activations' range to the weights, alpha = 0 all of the weights' range to the activations.
     """
     x, w = inputs.largest.clamp(min=1e-5), weight.float().abs().amax(0).clamp(min=1e-5)
     return (w ** (1 - alpha) / x**alpha).bfloat16()
