@@ -1,8 +1,8 @@
-"""How good is a model, and how far from another one: perplexity, KL divergence, agreement.
+"""How good a model is, and how far from another one: perplexity, KL divergence, agreement.
 
 Sources: Jelinek et al. 1977 (perplexity); Kullback and Leibler 1951; Dutta et al. 2024 ("Accuracy
 is Not All You Need"), who show that two models of equal perplexity may differ in many answers, and
-that the KL divergence tells.
+that the KL divergence reveals it.
 Cost: a forward pass over the text for each model.
 """
 
@@ -22,10 +22,10 @@ from minillm.tools.folders import PACKAGE_DATA
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one model's predictions from another's, over a text.
+    """How far one model's predictions are from another's, over a text.
 
     kl: mean KL(reference ‖ model) of the next token's distribution, in nats. agreement: the share
-    of places where both find the same token likeliest.
+    of positions where both have the same most likely token.
     """
 
     kl: float
@@ -33,10 +33,10 @@ class Difference:
 
 
 def evaluation_text(name: str) -> str:
-    """A text that needs no download: "python", Python's own help on its language (`pydoc`).
+    """A text that needs no download.
 
-    Or "austen": the beginning of Jane Austen's "Persuasion" (1818; after the CRAN package
-    janeaustenr 1.0.0).
+    "python": Python's own help on the language (`pydoc`). "austen": the beginning of Jane Austen's
+    "Persuasion" (1818; from the CRAN package janeaustenr 1.0.0).
     """
     if name == "python":
         topics = importlib.import_module("pydoc_data.topics").topics
@@ -49,11 +49,11 @@ def evaluation_text(name: str) -> str:
 def perplexity(model: Decoder, ids: Sequence[int], window: int = 512) -> float:
     """exp of the mean cross entropy of each token, given those before it in its window.
 
-    ids: at least two. The text is cut into windows of so many tokens, the last one shorter.
+    ids: at least two. The text is cut into windows of `window` tokens; the last may be shorter.
     """
     total, n = 0.0, 0
     for tokens in _windows(model, ids, window):
-        logits = _logits(model, tokens)[:-1]
+        logits = _logits(model, tokens)[:-1]  # (T - 1, V): the last one predicts the next window
         total += float(F.cross_entropy(logits, tokens[0, 1:], reduction="sum"))
         n += len(logits)
     return math.exp(total / n)
@@ -64,8 +64,8 @@ def difference(
 ) -> Difference:
     """How far `model` is from `reference` on a text, cut as in `perplexity`.
 
-    first: the place of the first token whose predictions count; those before it are only read, as
-    the question before an answer.
+    first: the position of the first token whose prediction counts; those before it are only
+    context, such as the question before an answer.
     """
     check_whole("first", first, least=0)
     if first > len(ids) - 1:
@@ -74,7 +74,7 @@ def difference(
     for i, tokens in enumerate(_windows(model, ids, window)):
         # The prediction of token `first` is made one token before it.
         counted = slice(max(0, first - 1 - i * window), None)
-        mine = _logits(model, tokens)[counted].log_softmax(-1)
+        mine = _logits(model, tokens)[counted].log_softmax(-1)  # (T counted, V)
         theirs = _logits(reference, tokens.to(reference.device))[counted]
         theirs = theirs.log_softmax(-1).to(mine.device)
         kl += float(F.kl_div(mine, theirs, log_target=True, reduction="sum"))
@@ -84,7 +84,7 @@ def difference(
 
 
 def _windows(model: Decoder, ids: Sequence[int], window: int) -> Iterator[Tensor]:
-    """Token ids (1, T), T at least 2."""
+    """The windows: token ids (1, T), T at least 2."""
     check_whole("window", window, least=2)
     if len(ids) < 2:
         raise ValueError(f"ids holds {len(ids)} tokens; give at least two, to predict one of them.")
@@ -95,5 +95,5 @@ def _windows(model: Decoder, ids: Sequence[int], window: int) -> Iterator[Tensor
 
 @torch.inference_mode()
 def _logits(model: Decoder, tokens: Tensor) -> Tensor:
-    """(T, V) in float32."""
+    """Logits (T, V) of tokens (1, T), in float32."""
     return model(tokens)[0].float()
