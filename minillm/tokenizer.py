@@ -1,10 +1,10 @@
 """Text to token ids and back, with the vocabulary that came with the checkpoint.
 
 A byte-level BPE tokenizer (Sennrich et al. 2016; bytes as in Radford et al. 2019, section 2.2) is
-three things: a regular expression that cuts text into words, a list of byte strings, and the order
-in which neighbours merge. `minillm.weights` reads them from a checkpoint; here they are handed to
-`tiktoken`, which does the work. In every vocabulary used here the id order of the merged tokens
-*is* the merge order; one where it is not is refused.
+three things: a regular expression that splits text into words, a list of byte strings, and the
+order in which neighbours merge. `minillm.weights` reads them from a checkpoint; here they are
+handed to `tiktoken`, which does the work. It merges in the order of token ids, so a vocabulary
+whose merges come in another order is refused.
 Ids equal those of Hugging Face's tokenizers on the same file.
 """
 
@@ -14,87 +14,74 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-import regex  # of tiktoken's dependencies: the syntax of its patterns
+import regex  # a dependency of tiktoken, with the syntax of its patterns
 import tiktoken
 
 from minillm.tools.chat_template import render
 from minillm.tools.checks import brief
 
 SAMPLE = "Words don't 12 ½ _x+y?! \t \n\r\n  é e\u0301 ж 漢字 🦜\u200d🦜 \u00a0\x00\ue000 0000x"
-"""Characters of every kind, on which patterns are tried."""
+"""Characters of every kind, to try patterns on."""
 
 _MAX_SPECIAL, _MAX_SPECIAL_LENGTH = 20_000, 300_000
-"""Control tokens and their characters together; published vocabularies have some 1,000 and 30,000.
+"""Control tokens, and their characters together, far above any published vocabulary.
 
-All of them are looked for at every place in a text.
+All of them are searched for at every position of a text.
 """
+
+_UNUSABLE = "tiktoken cannot use this vocabulary or pattern"
 
 
 class Tokenizer:
     """Encode, decode and chat in a checkpoint's own vocabulary.
 
-    stop_ids: ids that end an answer. special: text -> id of control tokens, matched in the text
-    before anything else. encoding: the `tiktoken.Encoding` that does the work.
+    stop_ids: ids that end an answer. special: text -> id of the control tokens, which are matched
+    before anything else. encoding: the `tiktoken.Encoding` that does the work. Raises ValueError
+    for a vocabulary, pattern or template that cannot be used.
     """
 
     def __init__(
         self,
-        vocab: dict[str, int],
-        merges: Sequence[tuple[str, str]],
+        vocab: dict[str, int],  # token in GPT-2's byte alphabet -> id
+        merges: Sequence[tuple[str, str]],  # in their order
         *,
         special: dict[str, int],
-        pattern: str,
+        pattern: str,  # of one word
         stop_ids: Iterable[int] = (),
-        prefix_ids: Sequence[int] = (),
+        prefix_ids: Sequence[int] = (),  # put before every text by `encode`
         chat_template: str | None = None,
-        chat_tokens: dict[str, str] | None = None,
-        nfc: bool = False,
+        chat_tokens: dict[str, str] | None = None,  # "bos_token" -> its text, for the template
+        nfc: bool = False,  # normalize text to Unicode's NFC first
         name: str = "custom",
     ):
-        length = sum(map(len, special))
-        if len(special) > _MAX_SPECIAL or length > _MAX_SPECIAL_LENGTH:
-            raise ValueError(
-                f"The vocabulary has {len(special)} control tokens; at most {_MAX_SPECIAL} are "
-                f"supported, of {_MAX_SPECIAL_LENGTH} characters together."
-            )
+        # The vocabulary as tiktoken takes it
+        _check_control_tokens(special)
         ranks = _ranks(vocab, special)
         _check_merge_order(vocab, merges, ranks)
+        self.special = dict(special)
         self.n_vocab = 1 + max([*ranks.values(), *special.values()], default=-1)
         # tiktoken needs every byte. A byte that the vocabulary lacks gets an id past its end, and
         # is dropped from the text, as Hugging Face's BPE drops a character that it does not know.
         self._missing = {byte for byte in range(256) if bytes([byte]) not in ranks}
         ranks |= {bytes([byte]): self.n_vocab + byte for byte in self._missing}
-        self.special = dict(special)
+
+        # What comes before and after a text, and around the messages of a chat
         self.stop_ids = tuple(sorted(set(stop_ids)))
-        for i in (*self.stop_ids, *prefix_ids):
-            if not 0 <= i < self.n_vocab:
-                raise ValueError(
-                    f"The stop or prefix id {brief(i)} is outside the vocabulary of {self.n_vocab} "
-                    "tokens."
-                )
+        self._prefix = list(prefix_ids)
+        _check_ids((*self.stop_ids, *self._prefix), self.n_vocab)
         if chat_template is not None and not isinstance(chat_template, str):
             raise ValueError(
-                f"The chat template is a {type(chat_template).__name__}; it must be a text."
+                f"The chat template is a {type(chat_template).__name__}; it must be a string."
             )
         self.chat_template = chat_template
         self._chat_tokens = chat_tokens or {}
-        self._prefix = list(prefix_ids)
+
+        # How text is split: control tokens first, then words
         self._nfc = nfc
-        # Longest first, so that a control token that begins like another is not cut short.
-        by_length = sorted(filter(None, special), key=len, reverse=True)
-        either = "|".join(map(re.escape, by_length))
-        self._split = re.compile(f"({either})") if by_length else None
-        with _errors_named("tiktoken cannot use this vocabulary or pattern"):
-            self.encoding = tiktoken.Encoding(
-                name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special
-            )
+        self._control = _any_of(special)
+        self.encoding = _encoding(name, pattern, ranks, self.special)
+        with _as_value_error(_UNUSABLE):
             self._word = regex.compile(pattern) if self._missing else None
-            sample = self.encoding.decode(self.encoding.encode(SAMPLE, disallowed_special=()))
-        if sample != SAMPLE:  # tiktoken drops what the pattern does not match
-            raise ValueError(
-                f"The pattern {brief(pattern)} leaves out parts of a text; only patterns that cut "
-                "all text can be used."
-            )
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`.
@@ -107,7 +94,8 @@ class Tokenizer:
         if not isinstance(text, str):
             raise TypeError(f"encode needs a string, not {type(text).__name__}.")
         ids: list[int] = []
-        for part in self._split.split(text) if self._split else [text]:
+        # Texts and the control tokens between them, in turn
+        for part in self._control.split(text) if self._control else [text]:
             if part in self.special:
                 ids.append(self.special[part])
             elif part:
@@ -116,19 +104,18 @@ class Tokenizer:
         return ids
 
     def _encode_ordinary(self, text: str) -> list[int]:
-        """Ids of text in which no control token is looked for."""
+        """Ids of text in which control tokens are not searched for."""
         try:
             utf8 = text.encode()
         except UnicodeEncodeError:  # half a surrogate pair, from JSON or a file name
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             utf8 = text.encode()
-        # About 10⁶ spaces in a row are one text that tiktoken cannot cut.
-        with _errors_named("tiktoken cannot cut this text into words; give it in smaller parts"):
+        # tiktoken cannot split about 10⁶ spaces in a row.
+        with _as_value_error("tiktoken cannot split this text into words; give it in parts"):
             if self._missing.isdisjoint(utf8):
-                # encode_ordinary panics where this raises ValueError.
+                # Not encode_ordinary, which panics where this raises ValueError
                 return self.encoding.encode(text, disallowed_special=())
-            # Dropped inside each word and before merging: the neighbours of a dropped byte may
-            # merge.
+            # Bytes are dropped inside each word before merging: their neighbours may merge.
             pieces = (match[0].encode() for match in self._word.finditer(text))
             words = (bytes(b for b in piece if b not in self._missing) for piece in pieces)
             return [i for word in words if word for i in self.encoding._encode_single_piece(word)]
@@ -159,7 +146,7 @@ class Tokenizer:
         """Token ids of a conversation in the checkpoint's chat template.
 
         They end where the assistant's answer begins. messages: dicts of "role" ("user", "system"
-        or "assistant") and "content", a text.
+        or "assistant") and "content", a string.
         """
         if self.chat_template is None:
             raise ValueError(
@@ -175,11 +162,12 @@ class Tokenizer:
                 )
         if not messages:
             raise ValueError("messages is empty; give at least one.")
+        # No prefix: the template writes its own control tokens.
         return self._encode(render(self.chat_template, messages, self._chat_tokens))
 
 
 class StreamDecoder:
-    """Ids in, text out, never half a character: bytes wait until their UTF-8 sequence is whole."""
+    """Ids in, text out, never half a character: bytes wait until a UTF-8 sequence is complete."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -195,10 +183,10 @@ class StreamDecoder:
 
 
 @contextmanager
-def _errors_named(what: str) -> Iterator[None]:
+def _as_value_error(what: str) -> Iterator[None]:
     """Turn whatever tiktoken raises into a ValueError.
 
-    Where its Rust code panics, it raises an exception that is no `Exception`.
+    A panic of its Rust code is a `BaseException` but not an `Exception`.
     """
     try:
         yield
@@ -206,6 +194,48 @@ def _errors_named(what: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"{what} ({brief(str(error), 300)}).") from error
+
+
+def _encoding(
+    name: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int]
+) -> tiktoken.Encoding:
+    with _as_value_error(_UNUSABLE):
+        encoding = tiktoken.Encoding(
+            name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+        )
+        sample = encoding.decode(encoding.encode(SAMPLE, disallowed_special=()))
+    if sample != SAMPLE:  # tiktoken drops what the pattern does not match
+        raise ValueError(
+            f"The pattern {brief(pattern)} leaves out parts of a text; only patterns that match "
+            "all of it can be used."
+        )
+    return encoding
+
+
+def _any_of(special: dict[str, int]) -> re.Pattern[str] | None:
+    """A pattern that finds the control tokens; None if there are none."""
+    # Longest first, so that a control token that begins like another is not cut short.
+    by_length = sorted(filter(None, special), key=len, reverse=True)
+    either = "|".join(map(re.escape, by_length))
+    # In parentheses, so that `split` keeps the tokens
+    return re.compile(f"({either})") if by_length else None
+
+
+def _check_control_tokens(special: dict[str, int]) -> None:
+    length = sum(map(len, special))
+    if len(special) > _MAX_SPECIAL or length > _MAX_SPECIAL_LENGTH:
+        raise ValueError(
+            f"The vocabulary has {len(special)} control tokens; at most {_MAX_SPECIAL} are "
+            f"supported, of {_MAX_SPECIAL_LENGTH} characters together."
+        )
+
+
+def _check_ids(ids: Iterable[int], n_vocab: int) -> None:
+    for i in ids:
+        if not 0 <= i < n_vocab:
+            raise ValueError(
+                f"The stop or prefix id {brief(i)} is outside the vocabulary of {n_vocab} tokens."
+            )
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -223,6 +253,7 @@ def _ranks(vocab: dict[str, int], special: dict[str, int]) -> dict[bytes, int]:
     """The vocabulary's tokens as bytes, without the control tokens."""
     alphabet = _byte_alphabet()
     ranks: dict[bytes, int] = {}
+    # "Ġthe" -> b" the"
     for text, i in vocab.items():
         if text in special:
             continue
@@ -233,6 +264,7 @@ def _ranks(vocab: dict[str, int], special: dict[str, int]) -> dict[bytes, int]:
                 f"Token {i} ({brief(text)}) is not in GPT-2's byte alphabet; only byte-level BPE "
                 "can be read."
             ) from error
+    # Each token has one id, and each id one token.
     ids = [*ranks.values(), *special.values()]
     bad = next((i for i in ids if not 0 <= i < 1 << 31), None)
     if bad is not None:
@@ -247,7 +279,10 @@ def _ranks(vocab: dict[str, int], special: dict[str, int]) -> dict[bytes, int]:
 def _check_merge_order(
     vocab: dict[str, int], merges: Sequence[tuple[str, str]], ranks: dict[bytes, int]
 ) -> None:
-    """tiktoken merges the neighbours whose union has the smallest id: is that what is meant?"""
+    """Raise ValueError unless the merges come in the order of the ids that they produce.
+
+    tiktoken has no list of merges: it joins the neighbours whose union has the smallest id.
+    """
     last, merged = -1, set()
     for left, right in merges:
         i = vocab.get(left + right)
@@ -265,6 +300,7 @@ def _check_merge_order(
             )
         last = i
         merged.add(i)
+    # Every token but the single bytes comes from a merge.
     if len(merged) + 256 < len(ranks):
         raise ValueError(
             f"{len(ranks)} tokens but only {len(merged)} merges: this is not a byte-level BPE "

@@ -332,7 +332,7 @@ def test_evil_patterns(tmp_path, pattern):
     try:
         tokenizer.encode("some text 1234" * 3)
     except ValueError as error:
-        assert "tiktoken cannot cut" in str(error)
+        assert "tiktoken cannot split" in str(error)
 
 
 def test_ids_out_of_range(tmp_path):

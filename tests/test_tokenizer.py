@@ -288,7 +288,7 @@ def test_encode_wants_a_string(pairs: dict[str, Any]) -> None:
 def test_a_million_spaces_are_refused_not_a_crash(pairs: dict[str, Any]) -> None:
     ours, theirs = pairs["smollm"]
     assert ours.encode(" " * 100_000) == theirs.encode(" " * 100_000).ids
-    with pytest.raises(ValueError, match="cannot cut this text into words"):
+    with pytest.raises(ValueError, match="cannot split this text into words"):
         ours.encode(" " * 1_100_000)
 
 
