@@ -55,10 +55,10 @@ def generate(
     """Continue a prompt by up to `max_new_tokens` tokens.
 
     Returns the new ones, a stop token included as the last. sampling: None is greedy. on_token:
-    called with each id as soon as it is known. backend: see `minillm.attention`.
-    use_cache=False recomputes the whole sequence for every token: the same ids, slower. cache: one
-    of the caller's, for one sequence, with room for the prompt and the answer. step: another way
-    to the logits, such as `minillm.serving.cuda_graphs.graphed_step` on a GPU.
+    called with each id as soon as it is known. use_cache=False recomputes everything for every
+    token: the same ids, slower. cache: one of the caller's, with room for prompt and answer.
+    backend: see `minillm.attention`. step: another way to the logits, such as
+    `minillm.serving.cuda_graphs.graphed_step` on a GPU.
     Raises ValueError for an empty or too long prompt, and for ids outside the vocabulary.
     """
     ids, stop = check_request(model.config, prompt_ids, max_new_tokens, stop_ids)

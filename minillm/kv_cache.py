@@ -7,7 +7,7 @@ What it saves: without it, token n of an answer pays the forward pass of all n t
 
 Storing and attending are two things. `KVStorage` writes the keys and values of new tokens and reads
 old ones; a cache that stores them in another form overrides those two methods and nothing else.
-The caches say which slots, and hand what was read to `minillm.attention`.
+A cache says which slots, and passes what was read to `minillm.attention`.
 Not here: sequences of different lengths in one batch, and growing on demand; the paged cache does
 both.
 """
@@ -40,7 +40,7 @@ class KVStorage:
 
     def _keep(self, empty: Tensor) -> None:
         self.k, self.v = empty, torch.zeros_like(empty)  # (L, *shape, K, D)
-        # Views, (*shape, K, D) each. Making them anew in every layer of every step would show.
+        # Views, (*shape, K, D) each, made once: making them in every layer of every step is slow.
         self.layers = [(self.k[i], self.v[i]) for i in range(len(empty))]
 
     @property

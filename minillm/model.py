@@ -132,7 +132,7 @@ class Decoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the activations, and of the numbers that are not stored in fewer bits."""
+        """The dtype of activations and of all weights that are not quantized."""
         return self.norm.dtype
 
     @property
@@ -141,17 +141,17 @@ class Decoder(nn.Module):
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
-        """(L, K, D) of what a cache stores for each token of this model.
+        """(L, K, D) of the keys, and of the values, that a cache stores for each token.
 
-        Read from the layers: a model that holds only some of them, or of their heads, needs a cache
-        for only those.
+        Read from the layers: a model that holds only some layers or heads needs a cache for only
+        those.
         """
         c = self.layers[0].config
         return len(self.layers), c.n_kv_heads, c.d_head
 
     @property
     def kv_format(self) -> str:
-        """`kv_shape` and dtype in words: a cache for one model fits another with the same."""
+        """`kv_shape` and dtype in words: two models with the same can use the same cache."""
         L, K, D = self.kv_shape
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{L} layers of {K} key/value heads of {D} dimensions in {dtype}"
@@ -164,7 +164,7 @@ class Decoder(nn.Module):
             )
         if tokens.shape[1] == 0:
             raise ValueError("tokens is empty; give at least one token.")
-        # Only on a CPU: elsewhere a look at the numbers would have to wait for the device.
+        # Only on a CPU: elsewhere reading the numbers would have to wait for the device.
         if tokens.device.type == "cpu" and len(tokens):
             low, high = (int(x) for x in tokens.aminmax())
             if low < 0 or high >= self.config.vocab_size:
@@ -189,9 +189,9 @@ class Decoder(nn.Module):
         return positions
 
     def _rope(self, positions: range | Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin (T, 1, D) of these positions, from tables that are computed once.
+        """cos and sin (T, 1, D) of these positions, looked up in tables that are computed once.
 
-        A captured CUDA graph can look numbers up, but not bring any from the host.
+        A captured CUDA graph can look numbers up, but cannot copy any from the host.
         """
         tables = self._rope_tables
         if tables is None or (tables[0].device, tables[0].dtype) != (self.device, self.dtype):
@@ -225,8 +225,8 @@ class Decoder(nn.Module):
 def replace_linears(model: Decoder, replacement: Callable[[str, Linear], nn.Module]) -> Decoder:
     """A model that shares `model`'s weights, with `replacement(name, linear)` for each matrix.
 
-    The matrices are the layers' qkv, out, gate_up and down, and the head. `replacement` may return
-    `linear` itself to leave it. Modules that are not plain `Linear` stay as they are.
+    `replacement` may return `linear` itself to keep it. Modules that are not plain `Linear` stay as
+    they are.
     """
     shared = {id(parameter): parameter for parameter in model.parameters()}
     replaced = copy.deepcopy(model, shared)  # new modules around the same parameters
@@ -240,7 +240,7 @@ def replace_linears(model: Decoder, replacement: Callable[[str, Linear], nn.Modu
 def check_plain(model: Decoder, what: str) -> None:
     """ValueError unless every matrix is a plain Linear and holds finite numbers.
 
-    what: what is to be done, for the sentence: "quantize".
+    what: the verb for the message: "quantize".
     """
     for name, module in model.named_modules():
         if name.rpartition(".")[2] not in MATRICES:

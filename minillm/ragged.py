@@ -5,7 +5,7 @@ Cost: that of `minillm.attention`, and a look-up in the block table for each blo
 kernel reads through the tables; the other backends gather each sequence's keys first.
 
     paged_attention   the public function, which checks everything
-    RaggedLayout      where a step's queries and keys lie: worked out once, used by every layer
+    RaggedLayout      where a step's queries and keys lie: computed once, used by every layer
 """
 
 from collections.abc import Callable, Iterable
@@ -42,11 +42,11 @@ def paged_attention(
     block_tables (n_seqs, max_blocks) int32: the blocks of each sequence, in order.
     seq_lens (n_seqs,): tokens of each, including the new ones, whose keys are in the pages already.
     query_lens (n_seqs,): new ones among them; they sum to N.
-    One call serves prefill, chunks of it, decode and verification: sequences may differ in all of
-    that. backend: "reference" gathers each sequence and writes out its scores; "sdpa" gathers as
-    well and uses PyTorch's kernel; "triton" reads through the tables; "auto" is "triton" on CUDA
-    where the kernel takes the input, "sdpa" elsewhere.
-    Raises ValueError or TypeError for shapes, numbers or dtypes that don't fit together.
+    One call serves prefill, chunked prefill, decode and verification, mixed in any way. backend:
+    "reference" gathers each sequence and writes out its scores; "sdpa" gathers as well and uses
+    PyTorch's kernel; "triton" reads through the tables; "auto" is "triton" on CUDA where the kernel
+    takes the input, "sdpa" elsewhere. Raises ValueError or TypeError for shapes, numbers or dtypes
+    that don't fit together.
     """
     check_backend(backend, BACKENDS)
     _check_tensors(q, k_pages, v_pages, block_tables)
@@ -54,20 +54,26 @@ def paged_attention(
     seqs, queries = _checked_lengths(seq_lens, query_lens, block_tables, size)
     if sum(queries) != q.shape[0]:
         raise ValueError(f"query_lens sum to {sum(queries)}, and q holds {q.shape[0]} tokens.")
-    first_tokens = torch.arange(block_tables.shape[1], device=q.device) * size
-    used = first_tokens < seq_lens.to(q.device)[:, None]
-    if bool((used & ((block_tables < 0) | (block_tables >= n_blocks))).any()):
-        raise ValueError(
-            f"block_tables names blocks that don't exist; there are {n_blocks}, numbered from 0."
-        )
+    tables = _used_tables(block_tables, seq_lens, n_blocks, size)
     lens = torch.tensor([seqs, queries], dtype=torch.int32, device=q.device)
-    layout = RaggedLayout(block_tables.where(used, 0), lens, seqs, queries, size)
+    layout = RaggedLayout(tables, lens, seqs, queries, size)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
 
     def read(blocks: Tensor) -> Pages:
         return k_pages[blocks], v_pages[blocks]
 
     return layout.attention(q, (k_pages, v_pages), read, scale, backend)
+
+
+def _used_tables(block_tables: Tensor, seq_lens: Tensor, n_blocks: int, block_size: int) -> Tensor:
+    """The tables (n_seqs, max_blocks), 0 where a sequence has no block; ValueError for others."""
+    first_tokens = torch.arange(block_tables.shape[1], device=block_tables.device) * block_size
+    used = first_tokens < seq_lens.to(block_tables.device)[:, None]  # (n_seqs, max_blocks)
+    if bool((used & ((block_tables < 0) | (block_tables >= n_blocks))).any()):
+        raise ValueError(
+            f"block_tables names blocks that don't exist; there are {n_blocks}, numbered from 0."
+        )
+    return block_tables.where(used, 0)
 
 
 def _check_tensors(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor) -> None:
@@ -128,11 +134,11 @@ def _checked_lengths(
 
 
 class RaggedLayout:
-    """Where the queries and keys of one step lie: worked out once, used by every layer.
+    """Where the queries and keys of one step lie: computed once, used by every layer.
 
     tables (n_seqs, max_blocks) and lens (2, n_seqs), int32, are on the device; seq_lens and
-    query_lens are the same lengths as lists. longest: no sequence will have more keys; the longest
-    of seq_lens if not given.
+    query_lens are the same lengths as lists. longest: an upper bound of the keys of a sequence; the
+    largest of seq_lens if not given.
     """
 
     def __init__(
@@ -166,14 +172,13 @@ class RaggedLayout:
         come with scales.
         """
         if backend == "triton" or (backend == "auto" and q.is_cuda):
-            why_not = why_not_triton(q, scale)
-            if why_not is None and len(pages) == 2 and pages[0].dtype != q.dtype:
-                why_not = f"backend 'triton' reads pages of {q.dtype}, not {pages[0].dtype}."
-            if backend == "triton" and why_not:
-                raise ValueError(why_not)
+            why_not = self._why_not_triton(q, pages, scale)
             if why_not is None:
                 return self._triton(q, pages, scale)
+            if backend == "triton":
+                raise ValueError(why_not)
         out = torch.empty_like(q)
+        # Sequences with one new token go together, all others one by one.
         alone: Iterable[int] = range(len(self.seq_lens))
         if backend != "reference":
             if self.together is None:
@@ -183,10 +188,18 @@ class RaggedLayout:
         for i in alone:
             n_keys, start, end = self.seq_lens[i], self.starts[i], self.starts[i + 1]
             blocks = self.tables[i, : -(-n_keys // self.block_size)]
-            k, v = (x.flatten(0, 1)[None, :n_keys] for x in read(blocks))  # (1, S, K, D)
+            # (blocks, P, K, D) to (1, S, K, D): the last block may not be full.
+            k, v = (x.flatten(0, 1)[None, :n_keys] for x in read(blocks))
             one, kind = q[None, start:end], "reference" if backend == "reference" else "sdpa"
             out[start:end] = unchecked_attention(one, k, v, True, scale, kind)[0]
         return out
+
+    @staticmethod
+    def _why_not_triton(q: Tensor, pages: Pages, scale: float) -> str | None:
+        why_not = why_not_triton(q, scale)
+        if why_not is None and len(pages) == 2 and pages[0].dtype != q.dtype:
+            why_not = f"backend 'triton' reads pages of {q.dtype}, not {pages[0].dtype}."
+        return why_not
 
     def _triton(self, q: Tensor, pages: Pages, scale: float) -> Tensor:
         from minillm.kernels.paged_attention import paged_forward, rows_of_a_tile, tiles
@@ -206,9 +219,8 @@ class RaggedLayout:
 class _Together:
     """The sequences with one new token each, as one batch: gathered, padded, attended at once.
 
-    For a CPU, where a call for every sequence would cost more than the padding. If one is far
-    longer than the rest, so that padding would double the work, each sequence goes alone;
-    `others` are the sequences that do.
+    For a CPU, where a call for every sequence would cost more than the padding. If one sequence is
+    so long that padding would double the work, each goes alone. `others` are those that do.
     """
 
     def __init__(self, layout: RaggedLayout):

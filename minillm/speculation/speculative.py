@@ -61,11 +61,10 @@ def speculative_generate(
 ) -> SpeculativeResult:
     """Continue a prompt as `generate` would, verifying k draft tokens of `drafter` at a time.
 
-    Greedy tokens are those of `generate`, up to rounding: a pass over several tokens may add up in
+    Greedy tokens are those of `generate`, up to rounding: a pass over several tokens may sum in
     another order. Sampled ones have the same distribution, though not the same draws. A stop token
-    is the last. on_token: called with each token as soon as it is certain.
-    Raises ValueError or TypeError for what `generate` refuses, k below 1, and a drafter that does
-    not fit the target.
+    is the last. on_token: called with each token as soon as it is certain. Raises ValueError or
+    TypeError for what `generate` refuses, k below 1, and a drafter that does not fit the target.
     """
     ids, stop = check_request(target.config, prompt_ids, max_new_tokens, stop_ids)
     check_sampling(sampling)
