@@ -244,7 +244,9 @@ def test_refusals():
 
 
 def test_matrices_that_are_refused():
-    with pytest.raises(ValueError, match=r"shape \(2, 6\); give a matrix \(N, K\), K a multiple"):
+    with pytest.raises(
+        ValueError, match=r"shape \(2, 6\); give a matrix whose rows have a multiple of 4"
+    ):
         mask_2_4(numbers(2, 6))
     with pytest.raises(ValueError, match="has 12 columns; 2:4 sparsity stores multiples of 8"):
         compress(numbers(2, 12), mask_2_4(numbers(2, 12)))

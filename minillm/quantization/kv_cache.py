@@ -112,8 +112,10 @@ class ChannelKeyStorage(QuantizedStorage):
         L, K, D = model.kv_shape
         batch, n_groups = shape[0], -(-shape[1] // GROUP)
         n_scales = self.v_scales.shape[-1]
-        like = {"dtype": torch.float16, "device": model.device}
-        self._set_scales(torch.zeros(L, batch, n_groups, n_scales, K, D, **like), self.v_scales)
+        scales = torch.zeros(
+            L, batch, n_groups, n_scales, K, D, dtype=torch.float16, device=model.device
+        )
+        self._set_scales(scales, self.v_scales)
         self.newest = torch.zeros(L, batch, GROUP, K, D, dtype=model.dtype, device=model.device)
         self.stored.append(self.newest)
         self._first = [0] * L  # per layer: the slot of the first key in `newest`
