@@ -14,8 +14,8 @@ ROOMS: tuple[str | tuple[str, tuple[str, ...]], ...] = (
     (
         "kernels",
         (
-            "availability", "tiles", "flash_forward", "flash_backward", "flash_decode",
-            "paged_attention", "fused", "few_rows",
+            "availability", "tuning", "tiles", "online_softmax", "flash_forward", "flash_backward",
+            "flash_decode", "paged_attention", "fused", "few_rows",
         ),
     ),
     "cpu_products", "measure", "config", "hf_config", "hardware", "costs", "card",

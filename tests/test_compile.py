@@ -6,7 +6,6 @@ H100. What is compiled is what the package would launch.
 """
 
 import itertools
-from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from gpu_compiler import (
     specialization,
 )
 
-from minillm.kernels import flash_backward, flash_decode, flash_forward
+from minillm.kernels import flash_backward, flash_decode, flash_forward, tuning
 
 pytestmark = pytest.mark.compile
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -119,9 +118,9 @@ def test_delta_and_merge(monkeypatch, dtype, D, capability):
 
 
 LISTS = {
-    "forward": flash_forward.configs,
-    "dkv": flash_backward.configs_dkv,
-    "dq": flash_backward.configs_dq,
+    "forward": tuning.forward_configs,
+    "dkv": tuning.dkv_configs,
+    "dq": tuning.dq_configs,
 }
 
 
@@ -162,7 +161,7 @@ def test_every_configuration_that_may_be_chosen(name, D, i, capability):
 @pytest.mark.parametrize("D", [64, 128])
 def test_by_pointers_and_specialized(D):
     """What takes the place of the copy engine, and what a measurement may choose."""
-    for config in flash_forward.configs(D, BF16):
+    for config in tuning.forward_configs(D, BF16):
         call = with_config(launch("forward", BF16, D), config)
         by_engine = fits(call, 90)
         assert "cp.async.bulk.tensor" in by_engine.ptx
@@ -171,7 +170,7 @@ def test_by_pointers_and_specialized(D):
         assert "cp.async.bulk.tensor" not in by_pointers.ptx
         assert by_engine.registers <= by_pointers.registers
         assert by_pointers.buffers() >= 2 and not by_pointers.computed_twice()
-    for config in flash_forward.candidates(D):
+    for config in tuning.specialized_configs(D):
         binary = fits(with_config(launch("forward", BF16, D), config), 90)
         assert "ttg.warp_specialize(" in binary.ttgir and not binary.computed_twice()
 
@@ -196,16 +195,17 @@ def test_lengths_need_no_new_kernel():
 
 def test_the_tuner_knows_its_keys():
     """An autotuner is made for each head dimension and dtype once, with the whole list."""
-    backward = flash_backward._tuned
-    for tuned, choose, kernel in (
-        (flash_forward._tuned, flash_forward.configs, flash_forward.flash_forward_kernel),
-        (partial(backward, flash_backward.dkv_kernel), flash_backward.configs_dkv, None),
-        (partial(backward, flash_backward.dq_kernel), flash_backward.configs_dq, None),
+    for name, kernel in (
+        ("forward", flash_forward.flash_forward_kernel),
+        ("dkv", flash_backward.dkv_kernel),
+        ("dq", flash_backward.dq_kernel),
     ):
-        tuner, kernel = tuned(64, BF16), kernel or tuned.args[0]
-        assert tuner is tuned(64, BF16) is not tuned(128, BF16)
+        choose = LISTS[name]
+        tuner, other = (tuning.tuner(kernel, choose, D, BF16) for D in (64, 128))
+        assert tuner is tuning.tuner(kernel, choose, 64, BF16) is not other
         assert tuner.fn is kernel and tuner.cache_results
         assert {"LENGTH", "CAUSAL"} <= set(tuner.keys) <= set(kernel.arg_names)
+        assert ("DESCRIPTORS" in tuner.keys) == (name == "forward")
         assert [str(c) for c in tuner.configs] == [str(c) for c in choose(64, BF16)]
 
 

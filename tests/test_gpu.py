@@ -35,7 +35,8 @@ from kernel_cases import DIMS, FEWER_KEYS, MORE_KEYS, SAME, cases, check_far, gr
 from minillm.kernels import fused as fused_kernels
 from minillm.kernels.few_rows import few_rows_linear
 from minillm.kernels.flash_decode import flash_decode
-from minillm.kernels.flash_forward import candidates, configs, flash_forward
+from minillm.kernels.flash_forward import flash_forward
+from minillm.kernels.tuning import by_pointers, forward_configs, specialized_configs
 
 DEVICE, LONGEST = "cuda", 16384
 LOW = (torch.bfloat16, torch.float16)
@@ -271,9 +272,9 @@ def test_few_rows(N, K, M, dtype):
     at_most_twice("4 bits", mine, plain, x.double() @ w.T)
 
 
-def check_forward(config: Any, descriptors: bool | None, D: int, dtype: torch.dtype) -> None:
+def check_forward(config: Any, D: int, dtype: torch.dtype) -> None:
     def forward(*arguments: Any) -> Tensor:
-        return flash_forward(*arguments, config, descriptors)[0]
+        return flash_forward(*arguments, config)[0]
 
     for T, S, causal in ((300, 300, True), (129, 517, True), (70, 260, False)):
         given = inputs(T, S, 4, 2, D, dtype=dtype, device=DEVICE)[:3]
@@ -284,9 +285,9 @@ def check_forward(config: Any, descriptors: bool | None, D: int, dtype: torch.dt
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_every_forward_configuration(D, dtype):
     """By the copy engine and by pointers."""
-    for config in configs(D, dtype):
-        for descriptors in (None, False):
-            check_forward(config, descriptors, D, dtype)
+    for config in forward_configs(D, dtype):
+        check_forward(config, D, dtype)
+        check_forward(by_pointers(config), D, dtype)
 
 
 @pytest.mark.skipif(
@@ -296,8 +297,8 @@ def test_every_forward_configuration(D, dtype):
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("D", [64, 128])
 def test_specialized_forward(D, dtype):
-    for config in candidates(D):
-        check_forward(config, None, D, dtype)
+    for config in specialized_configs(D):
+        check_forward(config, D, dtype)
 
 
 def gpu_model(**options: Any) -> Any:

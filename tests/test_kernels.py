@@ -37,7 +37,7 @@ from minillm.layers.attention import attention
 pytest.importorskip("triton", reason="needs the package triton, which exists for Linux")
 from kernel_cases import DIMS, DTYPES, FEWER_KEYS, MORE_KEYS, SAME, cases, check_far, grid
 
-from minillm.kernels import availability, flash_backward, flash_decode, flash_forward
+from minillm.kernels import availability, flash_backward, flash_decode, flash_forward, tuning
 
 interpret = pytest.mark.interpret
 FP16 = (torch.float16,)
@@ -184,7 +184,7 @@ def test_parts_in_the_future_of_a_row(monkeypatch, dtype):
     """
     chosen = flash_decode.triton.Config({"BLOCK_S": 16}, num_warps=4, num_stages=1)
     monkeypatch.setattr(flash_decode, "_CPU_PARTS", 100)
-    monkeypatch.setattr(flash_decode, "config", lambda *_: chosen)
+    monkeypatch.setattr(flash_decode, "decode_config", lambda *_: chosen)
     for T, S in ((32, 32), (32, 33), (32, 80), (9, 17)):
         q, k, v, _ = inputs(T, S, 1, 1, 16, B=1, dtype=dtype)
         check_output(decode, q, k, v, True)
@@ -354,10 +354,10 @@ def others(choose: Callable[..., list[Any]]) -> list[tuple[int, int]]:
 
 
 @interpret
-@pytest.mark.parametrize(("D", "i"), others(flash_forward.configs))
+@pytest.mark.parametrize(("D", "i"), others(tuning.forward_configs))
 def test_other_forward_configurations(monkeypatch, D, i):
-    chosen = flash_forward.configs(D, torch.float16)[i]
-    monkeypatch.setattr(flash_forward, "configs", lambda *_: [chosen])
+    chosen = tuning.forward_configs(D, torch.float16)[i]
+    monkeypatch.setattr(flash_forward, "forward_configs", lambda *_: [chosen])
     for T, S, causal in ((70, 150, True), (140, 140, True), (33, 97, False)):
         check_output(output, *inputs(T, S, 2, 1, D, B=1, dtype=torch.float16)[:3], causal)
 
@@ -367,12 +367,12 @@ def test_other_forward_configurations(monkeypatch, D, i):
     ("name", "D", "i"),
     [
         (name, *case)
-        for name in ("configs_dkv", "configs_dq")
-        for case in others(getattr(flash_backward, name))
+        for name in ("dkv_configs", "dq_configs")
+        for case in others(getattr(tuning, name))
     ],
 )
 def test_other_backward_configurations(monkeypatch, name, D, i):
-    chosen = getattr(flash_backward, name)(D, torch.float16)[i]
+    chosen = getattr(tuning, name)(D, torch.float16)[i]
     monkeypatch.setattr(flash_backward, name, lambda *_: [chosen])
     for T, S, causal in ((70, 140, True), (140, 70, False)):
         q, k, v, grad = inputs(T, S, 2, 1, D, B=1, dtype=torch.float16)
@@ -391,11 +391,11 @@ def aligned(x: Tensor) -> Tensor:
 @interpret
 @cases(grid([(1, 1), (31, 113), (128, 217), (203, 203), (113, 31)], (64, 128, 80), FP16))
 def test_forward_with_tensor_descriptors(T, S, H, K, D, dtype, causal):
-    """All candidates, too: the tiles are the same, whoever loads them."""
+    """Also a specialized configuration: the tiles are the same, whoever loads them."""
     q, k, v, _ = inputs(T, S, H, K, D, B=1, dtype=dtype)
     tensors = [aligned(x) for x in (q, k, v)]
-    assert flash_forward.takes_descriptors(*tensors)
-    for config in (None, flash_forward.candidates(D)[0]):
+    assert tuning.takes_descriptors(*tensors)
+    for config in (None, tuning.specialized_configs(D)[0]):
 
         def forward(
             q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, config: Any = config
@@ -410,7 +410,7 @@ def test_forward_with_tensor_descriptors(T, S, H, K, D, dtype, causal):
 def test_when_tensor_descriptors_are_used():
     """Where addresses and strides are multiples of 16 bytes, in 16 bits, from Hopper on."""
     x = torch.zeros(2, 9, 3, 64, dtype=torch.float16)
-    takes = flash_forward.takes_descriptors
+    takes = tuning.takes_descriptors
     assert takes(x, x, x)
     assert not takes(x.float(), x.float(), x.float())
     shifted = torch.zeros(2 * 9 * 3 * 64 + 1, dtype=torch.float16)[1:].view(x.shape)
@@ -464,8 +464,8 @@ def test_unequal_tiles(monkeypatch):
             {"BLOCK_T": block_t, "BLOCK_S": block_s}, num_warps=4, num_stages=1
         )
         specialized = flash_forward.triton.Config(chosen.kwargs | {"SPECIALIZED": False}, 4, 1)
-        monkeypatch.setattr(flash_forward, "configs", lambda *_, c=specialized: [c])
-        for name in ("configs_dkv", "configs_dq"):
+        monkeypatch.setattr(flash_forward, "forward_configs", lambda *_, c=specialized: [c])
+        for name in ("dkv_configs", "dq_configs"):
             monkeypatch.setattr(flash_backward, name, lambda *_, c=chosen: [c])
         lengths = ((1, 1), (15, 15), (16, 16), (17, 17), (64, 80), (65, 80), (31, 64), (100, 163))
         for T, S in lengths:

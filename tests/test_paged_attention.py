@@ -343,7 +343,7 @@ def test_parts(monkeypatch, n_parts, dtype):
 
     monkeypatch.setattr(flash_decode, "_CPU_PARTS", n_parts)
     chosen = flash_decode.triton.Config({"BLOCK_S": 16}, num_warps=4, num_stages=1)
-    monkeypatch.setattr(paged_attention, "config", lambda *_: chosen)
+    monkeypatch.setattr(paged_attention, "paged_config", lambda *_: chosen)
     for sequences in ([(1, 1), (1, 97)], [(33, 33), (1, 80)], [(5, 5), (5, 70)]):
         case = make(sequences, 2, 1, 16, 3, dtype=dtype)
         check(case, "triton")

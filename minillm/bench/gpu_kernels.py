@@ -7,6 +7,7 @@ matrix, the bytes read over the memory's speed.
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +60,8 @@ def _config_name(config: Any) -> str:
 
 def forward(recording: Recording, tiny: bool) -> None:
     """Every configuration of the forward kernel, PyTorch's kernels beside it, and its errors."""
-    from minillm.kernels import flash_forward as kernel
+    from minillm.kernels.flash_forward import flash_forward
+    from minillm.kernels.tuning import by_pointers, forward_configs
 
     device, dtype = recording.device, _dtype(recording.device)
     peak, _ = _bounds(recording, tiny)
@@ -70,11 +72,11 @@ def forward(recording: Recording, tiny: bool) -> None:
             error = (attention(q, k, v, backend=backend).double() - exact).abs().max()
             report(recording, f"largest error, D {D}, {name}", float(error), "")
     for D, N, q, k, v, flops in _prompts(recording, tiny):
-        run = partial(kernel.flash_forward, q, k, v, True, D**-0.5)
+        run = partial(flash_forward, q, k, v, True, D**-0.5)
         calls: dict[str, Callable[[], Any]] = {}
-        for config in kernel.configs(D, dtype):
+        for config in forward_configs(D, dtype):
             calls[_config_name(config)] = partial(run, config)
-            calls[_config_name(config) + ", pointers"] = partial(run, config, False)
+            calls[_config_name(config) + ", pointers"] = partial(run, by_pointers(config))
         if device.type == "cuda":
             peers = attention_peers(device)
             for peer in ("flash", "cudnn"):
@@ -83,13 +85,14 @@ def forward(recording: Recording, tiny: bool) -> None:
 
 
 def specialized(recording: Recording, tiny: bool) -> None:
-    """The candidates: none of them has run anywhere, so they come late and alone."""
-    from minillm.kernels import flash_forward as kernel
+    """Warp specialization: none of these has run anywhere, so they come late and alone."""
+    from minillm.kernels.flash_forward import flash_forward
+    from minillm.kernels.tuning import specialized_configs
 
     peak, _ = _bounds(recording, tiny)
     for D, N, q, k, v, flops in _prompts(recording, tiny):
-        run = partial(kernel.flash_forward, q, k, v, True, D**-0.5)
-        calls = ((_config_name(c), partial(run, c)) for c in kernel.candidates(D))
+        run = partial(flash_forward, q, k, v, True, D**-0.5)
+        calls = ((_config_name(c), partial(run, c)) for c in specialized_configs(D))
         time_calls(recording, calls, f"forward, D {D}, N {N}", flops, peak)
 
 
@@ -115,10 +118,11 @@ def backward(recording: Recording, tiny: bool) -> None:
 
     from minillm.kernels import flash_backward as kernel
     from minillm.kernels.flash_forward import flash_forward
+    from minillm.kernels.tuning import dkv_configs, dq_configs
 
     dtype = _dtype(recording.device)
     peak, _ = _bounds(recording, tiny)
-    kinds = {"dkv": (kernel.grad_kv, kernel.configs_dkv), "dq": (kernel.grad_q, kernel.configs_dq)}
+    kinds = {"dkv": (kernel.grad_kv, dkv_configs), "dq": (kernel.grad_q, dq_configs)}
     for D, N, q, k, v, flops in _prompts(recording, tiny):
         scale, grad = D**-0.5, torch.randn_like(q)
         out, lse = flash_forward(q, k, v, True, scale)
@@ -173,11 +177,10 @@ def decode_attention(recording: Recording, tiny: bool) -> None:
     work = 2 * n * length * 8 * 128 * (2 if device.type == "cuda" else 4)
     for stages in (5,) if tiny else (3, 5, 7):
         chosen = triton.Config({"BLOCK_S": 64}, num_warps=4, num_stages=stages)
-        before, paged_attention.config = paged_attention.config, lambda *_, c=chosen: c
         calls = iter([(f"{stages} stages", both["paged"])])
         label = f"paged, {n} sequences of {length}"
-        time_calls(recording, calls, label, work, bandwidth, memory=True)
-        paged_attention.config = before
+        with patch.object(paged_attention, "paged_config", lambda *_, c=chosen: c):
+            time_calls(recording, calls, label, work, bandwidth, memory=True)
     calls = iter([("contiguous", both["contiguous"])])
     time_calls(recording, calls, label, work, bandwidth, memory=True)
 

@@ -1,4 +1,4 @@
-"""What the kernels can take, and where they run; and the sentences that say why not."""
+"""Which inputs the kernels take and where they run, and sentences that say why not."""
 
 import importlib.util
 from contextlib import AbstractContextManager, nullcontext
@@ -32,7 +32,7 @@ def why_not_triton(q: Tensor, scale: float) -> str | None:
 def why_not_here(x: Tensor, what: str, instead: str) -> str | None:
     """A sentence that says why no kernel can take a tensor like x, or None.
 
-    what: the kernels' name in it; instead: what to do.
+    what: the name of the kernels in that sentence. instead: the advice it ends with.
     """
     if not _HAS_TRITON:
         return f"{what} needs the package triton, which exists for Linux; {instead}."
@@ -58,14 +58,14 @@ def why_not_here(x: Tensor, what: str, instead: str) -> str | None:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Kernels that are launched inside run on x's GPU, which need not be the current one."""
+    """Kernels launched in this context run on x's GPU, which need not be the current one."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
-    """x (…, heads, D), copied if the kernels can't read it as it lies.
+    """x (…, heads, D), copied if the kernels can't read it in place.
 
-    They take any strides except in the last dimension, and count from head to head in 32 bits.
+    The last dimension must be contiguous, and offsets from head to head must fit into 32 bits.
     """
     readable = x.stride(-1) == 1 and x.stride(-2) * x.shape[-2] < 2**31
     return x if readable else x.contiguous()

@@ -30,56 +30,20 @@ Decisions:
 - Queries past the end need no mask: their LSE is read as +inf, so their weights are 0. Keys past
   the end need one in the dQ kernel, where exp(0 - LSE) may overflow; in the dK/dV kernel they only
   fill rows that are not stored.
-Not yet timed on a GPU: the lists hold what compiles for sm_80 and sm_90 with next to nothing
-spilled and without two groups of warps on the same tile, the one expected to be fastest first.
+Not yet timed on a GPU.
 """
 
-import functools
 import math
-from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.flash_forward import LONG
-from minillm.kernels.tiles import load_tile, store_tile
+from minillm.kernels.tiles import load_tile, seen_keys, store_tile, which_tile
+from minillm.kernels.tuning import Choose, dkv_configs, dot_size, dq_configs, launch
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-
-
-def configs_dkv(d_head: int, dtype: torch.dtype) -> list[triton.Config]:
-    """What to try for dK and dV, the default first."""
-    if dtype == torch.float32:
-        sizes = [(32, 32, 8, 1)] if 32 < d_head <= 64 else [(16, 16, 4, 1)]
-    elif d_head <= 64:
-        sizes = [(32, 128, 8, 2), (64, 128, 8, 2), (32, 64, 4, 2)]
-    elif d_head <= 128:
-        sizes = [(32, 128, 8, 2), (16, 128, 8, 2)]
-    else:
-        sizes = [(64, 32, 8, 2), (32, 16, 4, 2)]
-    return _as_configs(sizes)
-
-
-def configs_dq(d_head: int, dtype: torch.dtype) -> list[triton.Config]:
-    """What to try for dQ, the default first."""
-    if dtype == torch.float32:
-        sizes = [(32, 16, 8, 1)] if d_head <= 128 else [(16, 16, 4, 1)]
-    elif d_head <= 64:
-        sizes = [(64, 64, 4, 3), (128, 64, 8, 2), (128, 32, 4, 3)]
-    elif d_head <= 128:
-        sizes = [(64, 64, 4, 3), (128, 64, 8, 2), (128, 32, 8, 2)]
-    else:
-        sizes = [(32, 32, 4, 2), (64, 32, 4, 2)]
-    return _as_configs(sizes)
-
-
-def _as_configs(sizes: list[tuple[int, int, int, int]]) -> list[triton.Config]:
-    return [
-        triton.Config({"BLOCK_T": t, "BLOCK_S": s}, num_warps=w, num_stages=n)
-        for t, s, w, n in sizes
-    ]
 
 
 @triton.jit
@@ -90,10 +54,8 @@ def delta_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """delta = Σ_d dO · O, one number for each row, in float32."""
-    n_tiles = tl.cdiv(T, BLOCK_T)
-    t0 = tl.program_id(0) % n_tiles * BLOCK_T
-    b = (tl.program_id(0) // n_tiles // H).to(tl.int64)
-    h = tl.program_id(0) // n_tiles % H
+    tile, h, b = which_tile(tl.cdiv(T, BLOCK_T), H)
+    t0 = tile * BLOCK_T
     o_head = OUT + b * o_stride_b + h * o_stride_h
     o_tile = load_tile(o_head, o_stride_t, t0, T, D, BLOCK_T, BLOCK_D, True)
     grad_head = GRAD + b * grad_stride_b + h * grad_stride_h
@@ -130,6 +92,42 @@ def _add_queries(
     return dk, dv
 
 
+@triton.jit
+def seeing_queries(s0, T, S, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr):
+    """(first_query, begin, n_masked) for the keys s0 … s0 + BLOCK_S - 1.
+
+    first_query (BLOCK_S,): the first query that sees each key. The walk over the queries masks
+    those from begin to n_masked; the ones after that see all keys of the tile. For example, T 12,
+    S 14, tiles of 4, CAUSAL; the keys are the rows, as in the kernel (x seen, . not):
+
+        query     0 1 2 3 | 4 5 6 7 | 8 9 10 11                  s0 = 4
+        key 4     . . x x | x x x x | x x x  x    first_query 2
+        key 5     . . . x | x x x x | x x x  x                3
+        key 6     . . . . | x x x x | x x x  x                4
+        key 7     . . . . | . x x x | x x x  x                5
+                  masked  | masked  | no mask     begin = 0, n_masked = 8
+
+        query     0 1 2 3 | 4 5 6 7 | 8 9 10 11                  s0 = 8
+        key 8     . . . . | . . x x | x x x  x    first_query 6
+        key 9     . . . . | . . . x | x x x  x                7
+        key 10    . . . . | . . . . | x x x  x                8
+        key 11    . . . . | . . . . | . x x  x                9
+                  skipped | masked  | masked      begin = 4, n_masked = 12
+
+    Tiles of queries start at multiples of BLOCK_T, so begin is rounded down and may lie left of
+    the diagonal: with s0 = 4 queries 0 and 1 see no key of the tile, and the mask gives them
+    weight 0.
+    """
+    first_query = s0 + tl.arange(0, BLOCK_S) - (S - T)
+    begin, n_masked = 0, 0
+    if CAUSAL:
+        begin = tl.maximum(0, s0 - (S - T)) // BLOCK_T * BLOCK_T
+        # From the query that sees the tile's last key on, nothing is masked.
+        all_visible = tl.cdiv(s0 + BLOCK_S - 1 - (S - T), BLOCK_T) * BLOCK_T
+        n_masked = tl.minimum(T, tl.maximum(begin, all_visible))
+    return first_query, begin, n_masked
+
+
 @triton.jit(do_not_specialize=["LENGTH"])
 def dkv_kernel(
     Q, K, V, GRAD, LSE, DELTA, DK, DV,
@@ -144,24 +142,15 @@ def dkv_kernel(
 
     A walk over the queries that see it, one head of the group after another.
     """
-    n_tiles, n_kv_heads = tl.cdiv(S, BLOCK_S), H // G
-    # In a causal mask most queries see the first keys, so the first tiles take longest; they start
+    tile, kv_head, b = which_tile(tl.cdiv(S, BLOCK_S), H // G)
+    # Causal: the first keys are seen by the most queries, so their tiles take longest. They start
     # first.
-    s0 = tl.program_id(0) % n_tiles * BLOCK_S
-    b = (tl.program_id(0) // n_tiles // n_kv_heads).to(tl.int64)
-    kv_head = tl.program_id(0) // n_tiles % n_kv_heads
+    s0 = tile * BLOCK_S
+    first_query, begin, n_masked = seeing_queries(s0, T, S, BLOCK_T, BLOCK_S, CAUSAL)
     k_head = K + b * k_stride_b + kv_head * k_stride_h
     k_tile = load_tile(k_head, k_stride_s, s0, S, D, BLOCK_S, BLOCK_D, True)
     v_head = V + b * v_stride_b + kv_head * v_stride_h
     v_tile = load_tile(v_head, v_stride_s, s0, S, D, BLOCK_S, BLOCK_D, True)
-
-    first_query = s0 + tl.arange(0, BLOCK_S) - (S - T)
-    begin, n_masked = 0, 0
-    if CAUSAL:
-        begin = tl.maximum(0, s0 - (S - T)) // BLOCK_T * BLOCK_T
-        # From the query that sees the tile's last key on, nothing is masked.
-        all_visible = tl.cdiv(s0 + BLOCK_S - 1 - (S - T), BLOCK_T) * BLOCK_T
-        n_masked = tl.minimum(T, tl.maximum(begin, all_visible))
 
     dk = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
@@ -217,24 +206,17 @@ def dq_kernel(
 ):  # fmt: skip
     """DQ of one tile of queries of one head: a walk over the keys that it sees."""
     n_tiles = tl.cdiv(T, BLOCK_T)
-    t0 = (n_tiles - 1 - tl.program_id(0) % n_tiles) * BLOCK_T
-    b = (tl.program_id(0) // n_tiles // H).to(tl.int64)
-    h = tl.program_id(0) // n_tiles % H
+    tile, h, b = which_tile(n_tiles, H)
+    t0 = (n_tiles - 1 - tile) * BLOCK_T  # the last tile sees the most keys and starts first
+    last_key, n_full, n_keys = seen_keys(t0, T, S, BLOCK_T, BLOCK_S, CAUSAL)
     k_head = K + b * k_stride_b + h // G * k_stride_h
     v_head = V + b * v_stride_b + h // G * v_stride_h
-
-    rows = t0 + tl.arange(0, BLOCK_T)
-    last_key = tl.zeros([BLOCK_T], tl.int32) + S - 1
-    n_full, n_keys = S // BLOCK_S * BLOCK_S, S
-    if CAUSAL:
-        last_key = tl.minimum(last_key, S - T + rows)
-        n_full = (S - T + t0 + 1) // BLOCK_S * BLOCK_S
-        n_keys = tl.minimum(S, S - T + t0 + BLOCK_T)
 
     q_head = Q + b * q_stride_b + h * q_stride_h
     q_tile = load_tile(q_head, q_stride_t, t0, T, D, BLOCK_T, BLOCK_D, True)
     grad_head = GRAD + b * grad_stride_b + h * grad_stride_h
     grad_tile = load_tile(grad_head, grad_stride_t, t0, T, D, BLOCK_T, BLOCK_D, True)
+    rows = t0 + tl.arange(0, BLOCK_T)
     lse = tl.load(LSE + (b * H + h) * T + rows, mask=rows < T, other=float("inf"))
     delta = tl.load(DELTA + (b * H + h) * T + rows, mask=rows < T, other=0.0)
     dq = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
@@ -269,10 +251,10 @@ def flash_backward(
 def row_sums(grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     """delta (B, H, T) in float32."""
     B, T, H, D = out.shape
-    delta, block_d = torch.empty_like(lse), max(16, triton.next_power_of_2(D))
+    delta = torch.empty_like(lse)
     delta_kernel[(triton.cdiv(T, 64) * B * H,)](
         out, grad, delta, *out.stride()[:3], *grad.stride()[:3], T, H,
-        D=D, BLOCK_D=block_d, BLOCK_T=64,
+        D=D, BLOCK_D=dot_size(D), BLOCK_T=64,
     )  # fmt: skip
     return delta
 
@@ -281,11 +263,10 @@ def grad_kv(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
     causal: bool, scale: float, config: triton.Config | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dK and dV (B, S, K, D). config: for measurements; else as in `flash_forward`."""
-    B, K = k.shape[0], k.shape[2]
+    """dK and dV (B, S, K, D). config: as in `flash_forward`."""
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-    tensors, n_heads = (q, k, v, grad, lse, delta, dk, dv), B * K
-    _launch(dkv_kernel, configs_dkv, "BLOCK_S", n_heads, tensors, dk, causal, scale, config)
+    tensors = (q, k, v, grad, lse, delta, dk, dv)
+    _launch(dkv_kernel, dkv_configs, "BLOCK_S", tensors, dk, causal, scale, config)
     return dk, dv
 
 
@@ -293,37 +274,21 @@ def grad_q(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
     causal: bool, scale: float, config: triton.Config | None = None,
 ) -> Tensor:  # fmt: skip
-    """dQ (B, T, H, D). config: as in `grad_kv`."""
+    """dQ (B, T, H, D). config: as in `flash_forward`."""
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    tensors, n_heads = (q, k, v, grad, lse, delta, dq), q.shape[0] * q.shape[2]
-    _launch(dq_kernel, configs_dq, "BLOCK_T", n_heads, tensors, dq, causal, scale, config)
+    tensors = (q, k, v, grad, lse, delta, dq)
+    _launch(dq_kernel, dq_configs, "BLOCK_T", tensors, dq, causal, scale, config)
     return dq
 
 
-@functools.cache
-def _tuned(kernel: triton.JITFunction, d_head: int, dtype: torch.dtype) -> triton.runtime.Autotuner:
-    choose = configs_dkv if kernel is dkv_kernel else configs_dq
-    tune = triton.autotune(choose(d_head, dtype), key=["LENGTH", "CAUSAL"], cache_results=True)
-    return tune(kernel)
-
-
 def _launch(
-    kernel: triton.JITFunction, choose: Callable[..., list[triton.Config]], tile: str, n_heads: int,
-    tensors: tuple[Tensor, ...], written: Tensor, causal: bool, scale: float,
-    config: triton.Config | None,
+    kernel: triton.JITFunction, choose: Choose, tile: str, tensors: tuple[Tensor, ...],
+    written: Tensor, causal: bool, scale: float, config: triton.Config | None,
 ) -> None:  # fmt: skip
-    """Either kernel: a program for each `tile` of each of n_heads; `written` is what it writes."""
+    """Start either kernel. written: what it writes; if there are two, both have these strides."""
     q, k, v, grad = tensors[:4]
     (T, H, D), S = q.shape[1:], k.shape[1]
     strides = tuple(s for x in (q, k, v, grad, written) for s in x.stride()[:3])
     sizes = (T, S, H, H // k.shape[2], scale, triton.next_power_of_2(S))
-    constants = dict(CAUSAL=causal, D=D, BLOCK_D=max(16, triton.next_power_of_2(D)))
-
-    def grid(meta: dict[str, int]) -> tuple[int]:
-        return (triton.cdiv(written.shape[1], meta[tile]) * n_heads,)
-
-    if q.is_cuda and T >= LONG and config is None:
-        _tuned(kernel, D, q.dtype)[grid](*tensors, *strides, *sizes, **constants)
-    else:
-        chosen = config or choose(D, q.dtype)[0]
-        kernel[grid](*tensors, *strides, *sizes, **constants, **chosen.all_kwargs())
+    constants = {"CAUSAL": causal, "D": D, "BLOCK_D": dot_size(D)}
+    launch(kernel, choose, tile, q, written, (*tensors, *strides, *sizes), constants, config)

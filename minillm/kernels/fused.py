@@ -1,16 +1,15 @@
-"""Between two matrix products: one kernel where PyTorch launches two to six.
+"""The operations between two matrix products: one kernel where PyTorch launches two to six.
 
-Each does what `minillm.layers.per_token` defines; the PyTorch code stands beside it. Decode is
-where it pays: with one token a kernel moves a few kilobytes, and starting it takes longer than its
-work.
+Each computes what `minillm.layers.per_token` defines in PyTorch. It pays in decode: with one token
+a kernel moves a few kilobytes, and starting it takes longer than its work.
 
     add_rms_norm     the residual stream with its update, and its norm
     silu_mul         SwiGLU's product
-    rope_and_write   q turned; k turned and written to its slot of the cache; v written
+    rope_and_write   q rotated; k rotated and written to its slot of the cache; v written
 
 All sums are in float32. Where PyTorch rounds between two operations and a kernel does not, the
 kernel's result is the more exact one.
-Not here: gradients; `Decoder` uses these only where none are recorded.
+Not here: gradients. `Decoder` uses these kernels only where none are recorded.
 Not yet timed on a GPU.
 """
 
@@ -35,7 +34,7 @@ def add_rms_norm_kernel(
         x += tl.load(UPDATE + row + columns, mask=exist, other=0.0).to(tl.float32)
         rounded = x.to(SUM.dtype.element_ty)
         tl.store(SUM + row + columns, rounded, mask=exist)
-        x = rounded.to(tl.float32)  # the norm of what is stored
+        x = rounded.to(tl.float32)  # the norm is that of what is stored
     weight = tl.load(WEIGHT + columns, mask=exist, other=0.0).to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, 0) / C + eps) * weight
     tl.store(NORMED + row + columns, normed.to(NORMED.dtype.element_ty), mask=exist)
@@ -44,7 +43,7 @@ def add_rms_norm_kernel(
 def add_rms_norm(
     x: Tensor, update: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """x + update, and that normalized, both (…, C)."""
+    """The sum x + update and its norm, both (…, C). Without an update the sum is x itself."""
     x = x.contiguous()
     update = x if update is None else update.contiguous()
     total = x if update is x else torch.empty_like(x)
@@ -87,6 +86,7 @@ def rope_and_write_kernel(
 
     Heads 0 … H - 1 are those of q, the next K those of k, the last K those of v.
     """
+    # One program for each head of each token: the head varies fastest.
     n = (tl.program_id(0) // (H + 2 * K)).to(tl.int64)
     head, d = tl.program_id(0) % (H + 2 * K), tl.arange(0, BLOCK_D)
     exist = d < D
@@ -94,15 +94,16 @@ def rope_and_write_kernel(
     if head < H + K:
         row = QK + n * qk_stride_n + head * qk_stride_h
         x = tl.load(row + d, mask=exist, other=0.0).to(tl.float32)
+        # The sign of the roll is in SIN, whose first half is negative.
         other = tl.load(row + (d + D // 2) % D, mask=exist, other=0.0).to(tl.float32)
         cos = tl.load(COS + n * D + d, mask=exist, other=0.0).to(tl.float32)
         sin = tl.load(SIN + n * D + d, mask=exist, other=0.0).to(tl.float32)
-        turned = (x * cos + other * sin).to(Q_OUT.dtype.element_ty)
+        rotated = (x * cos + other * sin).to(Q_OUT.dtype.element_ty)
         if head < H:
-            tl.store(Q_OUT + (n * H + head) * D + d, turned, mask=exist)
+            tl.store(Q_OUT + (n * H + head) * D + d, rotated, mask=exist)
         else:
             page = K_PAGES + block * k_stride_block + slot * k_stride_slot
-            tl.store(page + (head - H) * k_stride_h + d, turned, mask=exist)
+            tl.store(page + (head - H) * k_stride_h + d, rotated, mask=exist)
     else:
         v = tl.load(V + n * v_stride_n + (head - H - K) * v_stride_h + d, mask=exist, other=0.0)
         page = V_PAGES + block * v_stride_block + slot * v_stride_slot
@@ -112,11 +113,11 @@ def rope_and_write_kernel(
 def rope_and_write(
     qk: Tensor, v: Tensor, rope: tuple[Tensor, Tensor], slots: tuple[Tensor, ...]
 ) -> Tensor:
-    """Turn q and k, store k and v in the cache's slots; returns q (1, N, H, D).
+    """Rotate q and k, store k and v in the cache's slots; returns q (1, N, H, D).
 
     qk (1, N, H + K, D), v (1, N, K, D), the last dimension of both contiguous. rope: cos and sin
-    (N, 1, D). slots: pages of keys and of values (n_blocks, P, K, D), and of each token its block
-    and its offset in the block, (N,) each.
+    (N, 1, D). slots: the pages of keys and of values (n_blocks, P, K, D), and the block of each
+    token and its offset in that block, (N,) each.
     """
     k_pages, v_pages, blocks, offsets = slots
     N, K, D = v.shape[1:]
