@@ -1,11 +1,11 @@
 """Measuring this machine: time, memory bandwidth and the speed of matrix products.
 
-The bounds that lessons and benchmarks compare with are these: the most bytes per second that
-memory gives, and the most FLOP/s that a large matrix product reaches. No single routine reads as
-fast as memory allows everywhere, so the first is the best of a copy, a sum and a matrix-vector
-product (what a decode step does with the weights), on a GPU timed by events there. Nor does one
-library multiply fastest everywhere, so on a CPU the second is the best of two. A peak is the best
-of several runs, since a slower run was only disturbed; everything else is a median.
+Lessons and benchmarks compare with two bounds: the most bytes per second that memory delivers, and
+the most FLOP/s that a large matrix product reaches. No single routine reads at full speed on every
+machine, so the first is the best of a copy, a sum and a matrix-vector product (what a decode step
+does with the weights), timed by events on a GPU. No library multiplies fastest everywhere, so on a
+CPU the second is the best of two. A peak is the best of several runs, since a slower run was only
+disturbed; everything else is a median.
 """
 
 import os
@@ -24,11 +24,11 @@ from minillm import cpu_products
 Result = TypeVar("Result")
 
 Repeats = dict[str, list[float]]
-"""What was measured, by name, each time it was repeated."""
+"""The measurements of every repeat, by name."""
 
 
 def seconds(fn: Callable[[], Any], device: torch.device) -> float:
-    """Wall time of one call of `fn()`, the GPU's work included, and none that was queued before."""
+    """Wall time of one call of `fn()`, including its GPU work but none that was queued before."""
 
     def synchronize() -> None:
         if device.type == "cuda":
@@ -47,12 +47,12 @@ def seconds_per_call(
     repeats: int = 7,
     statistic: Callable[[list[float]], float] = median,
 ) -> float:
-    """`statistic` of the `seconds` of `repeats` calls of `fn()`, after two calls to warm up."""
+    """`statistic` of the `seconds` of `repeats` calls of `fn()`, after two warm-up calls."""
     return statistic([seconds(fn, device) for _ in range(repeats + 2)][2:])
 
 
 def device_seconds(fn: Callable[[], Any], device: torch.device, repeats: int = 15) -> float:
-    """The least time of one call of `fn()`: on a GPU by events there, without the host's part."""
+    """The least time of one call of `fn()`; on a GPU by events, so without the host's part."""
     if device.type != "cuda":
         return seconds_per_call(fn, device, repeats, min)
     with torch.cuda.device(device):
@@ -61,17 +61,17 @@ def device_seconds(fn: Callable[[], Any], device: torch.device, repeats: int = 1
             event.record()
             fn()
         torch.cuda.synchronize()
-        # From event to event; the first calls warm up, and the last one has no end.
+        # From event to event. The first two calls warm up; the last has no event after it.
         pairs = list(pairwise(events))[2:]
         return min(start.elapsed_time(end) for start, end in pairs) / 1e3
 
 
 @torch.inference_mode()
 def cores_received(seconds: float = 0.3) -> float:
-    """Share of the processor time that this process asks for and gets; about 1 on an idle machine.
+    """Share of the requested processor time that this process gets; about 1 on an idle machine.
 
-    Matrix products keep every thread of torch busy for `seconds`. Where other programs compute on
-    the same cores, the processor time of this process falls behind the clock.
+    Matrix products keep every thread of torch busy for `seconds`. If other programs use the same
+    cores, the processor time of this process falls behind the clock.
     """
     square = torch.ones(512, 512)
     wall, cpu = time.perf_counter(), time.process_time()
@@ -82,9 +82,9 @@ def cores_received(seconds: float = 0.3) -> float:
 
 
 def quiet() -> bool:
-    """Whether the machine has its cores free for a measurement; prints a sentence if not.
+    """Whether the cores are free for a measurement; prints a sentence if not.
 
-    On a busy machine it waits for them, up to about five seconds.
+    On a busy machine it first waits for them, up to about five seconds.
     """
     for _ in range(6):
         share = cores_received()
@@ -99,15 +99,15 @@ def quiet() -> bool:
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether products in bfloat16 are fast there: on a GPU, and on a CPU that has them.
+    """Whether products in bfloat16 are fast there: on a GPU, or a CPU with instructions for them.
 
-    Without such instructions (AVX-512 on an x86 CPU) PyTorch multiplies number by number.
+    Without those (AVX-512 on an x86 CPU) PyTorch multiplies number by number.
     """
     return device.type != "cpu" or cpu_products.has_bfloat16()
 
 
 def _large_matrix(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Larger than any cache, so that it is read from memory: 512 MiB on a CPU, 2 GiB on a GPU."""
+    """A matrix that no cache can hold, so that memory is read: 512 MiB, or 2 GiB on a GPU."""
     if device.type == "cuda":
         return torch.randn(1 << 17, 1 << 13, device=device, dtype=dtype)
     return torch.ones(1 << 16, 1 << 11, device=device, dtype=dtype)
@@ -129,19 +129,19 @@ def memory_speeds(
 
 
 def read_bandwidth(device: torch.device, dtype: torch.dtype) -> float:
-    """Bytes per second that memory gives: the bound of whatever reads it. Takes 1 to 2 s."""
+    """Bytes per second that memory delivers: the bound of all that reads it. Takes 1 to 2 s."""
     return max(memory_speeds(device, dtype).values())
 
 
 def steady(
     work: Callable[[], Result], device: torch.device, dtype: torch.dtype, rounds: int = 3
 ) -> tuple[list[Result], float]:
-    """Results of `work()`, and the `read_bandwidth` while they were found.
+    """Results of `work()`, and the `read_bandwidth` at the time.
 
-    Memory that is shared with others can be twice as fast in one moment as in the next, and a time
-    means nothing beside a bound from another moment. So the bandwidth is measured before and after
-    each call. Calls go on until it stayed within 15% during `rounds` of them, but at most three
-    times as many. Of these the results at the most usual bandwidth come back, at least one.
+    Memory that is shared with other users can be twice as fast in one moment as in the next, and a
+    time means nothing beside a bound from another moment. So the bandwidth is measured before and
+    after each call. Calls repeat until it stayed within 15% during `rounds` of them, at most
+    3 · rounds times. Returned are the results at the most usual bandwidth, at least one.
     """
     runs, calm = [], []  # (result, the slower of two bandwidths, the faster)
     before = read_bandwidth(device, dtype)
@@ -151,16 +151,16 @@ def steady(
         calm = [run for run in runs if run[1] > 0.85 * run[2]]
         before = after
     runs = calm or runs
-    usual = median_high(faster for _, _, faster in runs)
+    usual = median_high(faster for _, _, faster in runs)  # of two, the faster
     runs = [run for run in runs if 0.85 * usual < run[2] < usual / 0.85]
     return [result for result, _, _ in runs], max(faster for _, _, faster in runs)
 
 
 def alternate(fns: dict[str, Callable[[], float]], repeats: int) -> Repeats:
-    """Call each function twice to warm up, then `repeats` times in turn.
+    """Call each function twice to warm up, then `repeats` times, taking turns.
 
     Every other round goes in the opposite order, so that no function always runs first. Each
-    returns its own measurement.
+    function returns its own measurement.
     """
     results: Repeats = {name: [] for name in fns}
     for i in range(repeats + 2):
@@ -171,12 +171,12 @@ def alternate(fns: dict[str, Callable[[], float]], repeats: int) -> Repeats:
 
 @torch.inference_mode()
 def matmul_peak(device: torch.device, dtype: torch.dtype, repeats: int = 15) -> float:
-    """FLOP/s of a large square matrix product; on a CPU of the faster of PyTorch's two libraries.
+    """FLOP/s of a large square matrix product; on a CPU with the faster of PyTorch's two libraries.
 
-    They are MKL, which is the default in float32, and oneDNN with `minillm.prepack`'s layout.
+    Those are MKL, the default in float32, and oneDNN with the layout of `minillm.prepack`.
     """
     n = 8192 if device.type == "cuda" else 2048
-    # Random numbers: a product of zeros draws less power and runs faster.
+    # Random numbers, because a product of zeros draws less power and runs faster.
     square = torch.randn(n, n, device=device).to(dtype)
     products = [partial(torch.mm, square, square)]
     fast = dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_bfloat16(device))
@@ -187,7 +187,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, repeats: int = 15) -> 
 
 
 def name_and_memory(device: torch.device) -> tuple[str, int]:
-    """The device's name, for a CPU with the threads that torch uses, and its bytes of memory."""
+    """The device's name (for a CPU with the number of torch's threads) and its bytes of memory."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return properties.name, properties.total_memory
@@ -199,8 +199,8 @@ def name_and_memory(device: torch.device) -> tuple[str, int]:
 def measure(device: torch.device) -> dict[str, Any]:
     """The fields of a `minillm.Hardware` for this machine, by name. Takes 5 to 10 seconds.
 
-    On a shared machine three rounds see more than one moment. The peak is the best of them. The
-    bandwidth is the middle one: when the other users rest, memory is much faster for a while.
+    Three rounds, because a shared machine changes from moment to moment. The peak is the best of
+    them. The bandwidth is the middle one: while other users pause, memory is much faster.
     """
     name, memory = name_and_memory(device)
     on_gpu = device.type == "cuda"
@@ -224,7 +224,7 @@ def measure(device: torch.device) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's name as the system gives it, or "CPU"."""
+    """The processor's name as reported by the system, or "CPU"."""
     try:
         with open("/proc/cpuinfo") as f:
             names = (line.split(":", 1)[1] for line in f if line.startswith("model name"))

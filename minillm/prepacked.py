@@ -3,11 +3,11 @@
 Source: oneDNN's developer guide, "Inner Product" and "Memory Format Propagation": the library picks
 the layout of the weights.
 Cost: a second copy of the matrices.
-Why: in float32 PyTorch multiplies with MKL. With 4 to 64 tokens side by side (a batch that decodes,
-a draft that is verified) MKL rearranges the weights at every call, which takes as long as the
-product. On AMD CPUs its product of one to three rows reads memory slowly besides, and with AVX-512
-its products of many rows reach less than half of what oneDNN's do. The matrices that meet the
-tokens (the head only up to 64), in milliseconds, on 2 cores:
+Why: in float32 PyTorch multiplies with MKL. For 4 to 64 tokens at once (decoding a batch, verifying
+a draft) MKL rearranges the weights at every call, which takes as long as the product. On AMD CPUs
+its products of one to three rows also read memory slowly, and with AVX-512 its products of many
+rows are less than half as fast as oneDNN's. All matrices of the default model (the head only up to
+64 tokens), in milliseconds, on 2 cores:
 
     tokens                         1     2     3     4     8    16    32    64   512
     AMD Zen 5        plain      33.8  57.4  73.9  51.3  46.0  54.4  80.1   149   649
@@ -15,20 +15,20 @@ tokens (the head only up to 64), in milliseconds, on 2 cores:
     Intel, AVX-512   plain      21.6  22.6  23.7  38.1  49.5  52.8  61.4  96.1     –
                      prepacked  25.4  26.4  27.8  26.4  30.9  38.9  53.9  86.2     –
 
-So the Intel CPU loses a little with up to three rows. They go through the copy all the same, on
-every CPU: sums in another order are other numbers, and which tokens a model writes should not
-depend on a measurement.
+So the Intel CPU loses a little with up to three rows. They use the copy all the same, on every CPU:
+a sum in another order gives slightly different numbers, and the tokens that a model writes should
+not depend on a measurement.
 
-In bfloat16 oneDNN multiplies, and takes row-major weights as they are, but more slowly than its own
-layout. On 2 cores with AMX:
+In bfloat16 PyTorch multiplies with oneDNN, which reads row-major weights directly, but more slowly
+than its own layout. On 2 cores with AMX:
 
     tokens                         1     2     3     4     8    16    32    64
     plain                       21.1  21.9  21.9  21.9  22.4  22.4  23.7  28.5
     prepacked                   14.2  14.4  14.4  14.4  14.6  15.1  16.9  19.4
 
-Also tried: W xᵀ instead of x Wᵀ (slower in place), weights stored transposed (equal), MKL's own
-packing (35.6 at 16 tokens, but good for one number of tokens only).
-Not here: GPUs, whose libraries take row-major weights as they are; float16.
+Also tried: W xᵀ instead of x Wᵀ (slower in some places), weights stored transposed (no difference),
+MKL's own packing (35.6 at 16 tokens, but each packing fits one number of tokens only).
+Not here: GPUs, whose libraries read row-major weights directly; float16.
 """
 
 import torch
@@ -38,11 +38,11 @@ from minillm.cpu_products import onednn_layout, onednn_linear
 from minillm.measure import multiplies_bfloat16
 from minillm.model import Decoder, Linear, replace_linears
 
-_LAYOUT_FOR = 64  # tokens that oneDNN chooses its layout for; as good for more and for fewer
+_LAYOUT_FOR = 64  # tokens; oneDNN chooses the layout for them, and it is as good for other numbers
 
 
 class PrepackedLinear(Linear):
-    """Two layouts of one matrix: oneDNN's to multiply with, row-major for gradients."""
+    """A matrix in two layouts: oneDNN's for products, row-major for gradients."""
 
     def __init__(self, linear: Linear):
         super().__init__(
@@ -62,10 +62,10 @@ def prepack(model: Decoder) -> Decoder:
     """A model that shares `model`'s weights and adds a prepacked copy of each matrix.
 
     The copies are used when gradients are off. Prepack last: the copies do not follow when weights
-    change, and cannot be copied in turn. Modules that are not plain `Linear` stay as they are.
+    change, and cannot be deep-copied. Modules that are not plain `Linear` stay as they are.
     Raises ValueError where it would not help: on a device other than the CPU, in a dtype other than
-    float32 and bfloat16, where PyTorch is built without oneDNN, in bfloat16 where the CPU has no
-    AVX-512, and for a model that is already prepacked.
+    float32 and bfloat16, if PyTorch was built without oneDNN, in bfloat16 on a CPU without AVX-512,
+    and for a model that is already prepacked.
     """
     if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(
@@ -82,5 +82,5 @@ def prepack(model: Decoder) -> Decoder:
             "it is, or load it in float32."
         )
     if any(isinstance(module, PrepackedLinear) for module in model.modules()):
-        raise ValueError("The model is prepacked already; use it as it is.")
+        raise ValueError("The model is already prepacked; use it as it is.")
     return replace_linears(model, lambda _, linear: PrepackedLinear(linear))

@@ -125,7 +125,7 @@ def test_files_that_are_no_heads(tmp_path):
         load_heads(path)
     for q, scale in (((5, 4), 5), ((8, 4), 7), ((0, 4), 0), ((8,), 8)):
         save_file({"q": torch.zeros(q, dtype=torch.int8), "scale": torch.ones(scale)}, path)
-        with pytest.raises(ValueError, match="which are no heads in int8; train them again"):
+        with pytest.raises(ValueError, match="which are not heads in int8; train them again"):
             load_heads(path)
     save_file({"q": torch.zeros(4, 4, dtype=torch.int8)}, path)
     with pytest.raises(ValueError, match="is damaged"):

@@ -100,7 +100,7 @@ def test_refusals(monkeypatch):
         prepack(Decoder(tiny_config()).bfloat16())
     with pytest.raises(ValueError, match="on meta; use it as it is"):
         prepack(Decoder(tiny_config()).to("meta"))
-    with pytest.raises(ValueError, match="prepacked already"):
+    with pytest.raises(ValueError, match="already prepacked; use it as it is"):
         prepack(prepack(model))
     prepack(merge_kv_heads(model, 1))
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)

@@ -1,11 +1,10 @@
-"""The student: a small model made of its teacher's layers, and the one that comes with the package.
+"""The student: a small model made of its teacher's layers, and the one packaged with minillm.
 
 Sources: Sanh et al. 2019 (DistilBERT), section 3: a student starts from layers of its teacher.
-Cost: with 4 layers of 30 the default student has a tenth of its teacher's matrices beside the
-shared head, which is as large as eight layers.
+Cost: the default student has 4 of 30 layers and shares the head, which is as large as eight layers.
 
-The packaged student was trained by `python -m minillm.distillation`; `data/student.json` says how,
-with its loss curve. Its matrices are stored in int8 with one scale a row
+The packaged student was trained by `python -m minillm.distillation`; `data/student.json` has the
+settings and the loss curve. Its matrices are stored in int8 with one scale per row
 (`minillm.quantization.grid`).
 """
 
@@ -18,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minillm.model import Decoder, Layers, Linear, check_plain
+from minillm.model import MATRICES, Decoder, Layers, Linear, check_plain
 from minillm.quantization.grid import QuantizedMatrix, to_int8
 from minillm.quantization.linear import Int8Linear
 from minillm.tools.checks import brief, check_whole
@@ -27,7 +26,6 @@ from minillm.training import save_whole
 from minillm.weights.loading import load
 
 PACKAGED = PACKAGE_DATA / "student.safetensors"
-_MATRICES = ("qkv", "out", "gate_up", "down")
 
 
 def make_student(
@@ -35,10 +33,10 @@ def make_student(
 ) -> Decoder:
     """A model of `n_layers` copies of the teacher's layers.
 
-    chosen: their numbers; by default evenly chosen, the last one included. The embedding and the
-    head are the teacher's own, shared and not copied.
+    chosen: their numbers; by default evenly spaced, the last layer included. The embedding and the
+    head are the teacher's own, not copies.
     Raises ValueError for layers that the teacher does not have, and for a teacher whose matrices
-    are not plain.
+    are not plain `Linear`.
     """
     check_whole("n_layers", n_layers)
     L = len(teacher.layers)
@@ -62,7 +60,7 @@ def make_student(
 
 
 def _shell(teacher: Decoder, n_layers: int) -> Decoder:
-    """The teacher's embedding and head, around layers without numbers."""
+    """The teacher's embedding and head, around layers whose parameters are still empty."""
     with torch.device("meta"):
         student = Decoder(dataclasses.replace(teacher.config, n_layers=n_layers))
     student.embed, student.head = teacher.embed, teacher.head
@@ -70,7 +68,7 @@ def _shell(teacher: Decoder, n_layers: int) -> Decoder:
 
 
 def save_student(student: Decoder, path: Path) -> None:
-    """Write all but the embedding and the head: matrices in int8, the rest in bfloat16."""
+    """Write everything but the embedding and the head: matrices in int8, the rest in bfloat16."""
     tensors: dict[str, Tensor] = {}
     for name, value in student.layers.state_dict(prefix="layers.").items():
         if _is_matrix(name):
@@ -91,11 +89,11 @@ def load_student(
 ) -> Decoder:
     """The trained student, with its teacher's embedding and head.
 
-    teacher: the model that it drafts for; without one the default checkpoint is loaded, with device
-    and dtype as in `minillm.load`. Beside a quantized teacher the student computes from the int8
-    numbers as they are stored, else it is dequantized to the teacher's dtype.
-    path: another file of `save_student`. Raises FileNotFoundError or ValueError for a file that is
-    missing, damaged, or made for another teacher.
+    teacher: the model that it drafts for; by default the default checkpoint, loaded with device and
+    dtype as in `minillm.load`. With a quantized teacher the student multiplies with the stored int8
+    matrices; otherwise they are dequantized to the teacher's dtype.
+    path: another file from `save_student`. Raises FileNotFoundError or ValueError for a file that
+    is missing, damaged, or made for another teacher.
     """
     if not path.is_file():
         raise FileNotFoundError(
@@ -103,11 +101,8 @@ def load_student(
         )
     if teacher is None:
         teacher, _ = load(device=device, dtype=dtype)
-    try:
-        with safe_open(path, "pt", device=str(teacher.device)) as file:
-            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error}); fetch it or train it again.") from error
+    stored = _read(path, teacher.device)
+    # One attn_norm for each layer of the student.
     student = _shell(teacher, max(1, sum(name.endswith(".attn_norm") for name in stored)))
     own = {n: p.shape for n, p in student.named_parameters() if n.startswith(("layers.", "norm"))}
     scales = {_scale_of(name): shape[:1] for name, shape in own.items() if _is_matrix(name)}
@@ -116,6 +111,20 @@ def load_student(
             f"{path} was made for another model than {teacher.config.name}; load the student's own "
             "teacher."
         )
+    _fill(student, stored, list(own), teacher)
+    return student.eval().requires_grad_(False)
+
+
+def _read(path: Path, device: torch.device) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, "pt", device=str(device)) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}); fetch it or train it again.") from error
+
+
+def _fill(student: Decoder, stored: dict[str, Tensor], own: list[str], teacher: Decoder) -> None:
+    """Give the student its parameters `own`, in the teacher's dtype or with int8 matrices."""
     matrices = {
         name: QuantizedMatrix(stored[name], stored[_scale_of(name)])
         for name in own
@@ -124,16 +133,16 @@ def load_student(
     plain = {n: matrices[n].dequantized() if n in matrices else stored[n] for n in own}
     in_dtype = {name: value.to(teacher.dtype) for name, value in plain.items()}
     student.load_state_dict(in_dtype, strict=False, assign=True)
-    if type(teacher.head) is not Linear:
-        for name, matrix in matrices.items():
-            layer, _, which = name.removesuffix(".weight").rpartition(".")
-            linear = student.get_submodule(f"{layer}.{which}")
-            setattr(student.get_submodule(layer), which, Int8Linear(matrix, linear.bias))
-    return student.eval().requires_grad_(False)
+    if type(teacher.head) is Linear:
+        return
+    for name, matrix in matrices.items():  # a quantized teacher
+        layer, _, which = name.removesuffix(".weight").rpartition(".")  # "layers.0", "qkv"
+        linear = student.get_submodule(f"{layer}.{which}")
+        setattr(student.get_submodule(layer), which, Int8Linear(matrix, linear.bias))
 
 
 def _is_matrix(name: str) -> bool:
-    return name.endswith(tuple(f".{matrix}.weight" for matrix in _MATRICES))
+    return name.endswith(tuple(f".{matrix}.weight" for matrix in MATRICES))
 
 
 def _scale_of(name: str) -> str:
