@@ -154,7 +154,7 @@ def test_sizes_are_bounded(tmp_path):
 def test_a_key_twice(tmp_path):
     path = folder(tmp_path / "m")
     (path / "config.json").write_text('{"model_type": "llama", "a": 1, "a": 2}')
-    with pytest.raises(ValueError, match="the key 'a' stands there twice"):
+    with pytest.raises(ValueError, match="the key 'a' appears twice"):
         load(path)
 
 
@@ -345,7 +345,7 @@ def test_ids_out_of_range(tmp_path):
         "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.token_type": [1],
         "tokenizer.ggml.bos_token_id": -1000, "tokenizer.ggml.add_bos_token": True,
     }  # fmt: skip
-    with pytest.raises(ValueError, match="prefix id -1000 is outside"):
+    with pytest.raises(ValueError, match="bos_token_id -1000 is outside"):
         tokenizer_from_gguf(fields)
 
 

@@ -242,7 +242,7 @@ def test_a_field_twice(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", **field("aaaa", 1.0, FLOAT), **field("aaab", 2.0, FLOAT))
     load(path, device="cpu")
     path.write_bytes(path.read_bytes().replace(b"llama.aaab", b"llama.aaaa"))
-    refused(lambda: load(path, device="cpu"), "the field 'llama.aaaa' stands there twice")
+    refused(lambda: load(path, device="cpu"), "the field 'llama.aaaa' appears twice")
 
 
 def test_a_name_of_hugging_face_beside_the_right_one(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_name_of_hugging_face_beside_the_right_one(tmp_path: Path) -> None:
     copy_fields(path, writer)
     refused(
         lambda: load(finish(writer, tmp_path / "extra.gguf"), device="cpu"),
-        r"holds, unexpectedly, 1 tensors, among them 'model\.norm\.weight \(in GGUF\)'",
+        r"unexpectedly holds 1 tensors, among them 'model\.norm\.weight \(in GGUF\)'",
     )
 
 

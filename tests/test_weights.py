@@ -614,11 +614,11 @@ NORM, Q = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"
         (drop(NORM), "does not fit its config: it lacks 1 tensors, among them 'model.norm.weight'"),
         (
             lambda t: t | {"extra.weight": torch.ones(2)},
-            "holds, unexpectedly, 1 tensors, among them 'extra.weight'",
+            "unexpectedly holds 1 tensors, among them 'extra.weight'",
         ),
         (
             lambda t: t | {"model.layers.1.mlp.up_proj.weight": torch.ones(2)},
-            "holds, unexpectedly, 1 tensors",
+            "unexpectedly holds 1 tensors",
         ),
         (
             lambda t: t | {Q: t[Q][:-1].clone()},
@@ -634,7 +634,8 @@ NORM, Q = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"
         ),
         (
             lambda t: t | {Q: t[Q].to(torch.int8)},
-            "stores 'model.layers.0.self_attn.q_proj.weight' as I8; supported are F32, F16, BF16",
+            "stores 'model.layers.0.self_attn.q_proj.weight' as I8; "
+            "only F32, F16, BF16 are supported",
         ),
         (lambda t: t | {NORM: t[NORM].double()}, "stores 'model.norm.weight' as F64"),
         (
@@ -643,7 +644,7 @@ NORM, Q = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"
         ),
         (
             lambda t: t | {"model.layers.0.self_attn.q_proj.bias": torch.ones(64)},
-            "holds, unexpectedly, .*q_proj.bias",
+            "unexpectedly holds .*q_proj.bias",
         ),
     ],
 )
@@ -680,7 +681,7 @@ def test_folders_without_what_is_needed(whole: Path, tmp_path: Path) -> None:
     (whole / "model.safetensors").rename(whole / "pytorch_model.bin")
     with pytest.raises(
         FileNotFoundError,
-        match=r"neither model.safetensors nor .*only safetensors are read, no pickles",
+        match=r"neither model.safetensors nor .*only safetensors are read, not pickles",
     ):
         load(whole)
     (whole / "config.json").write_text("{'model_type': 1}")
@@ -793,7 +794,7 @@ UINT, FLOAT, TEXT = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.FLOAT32, gguf.
         (put("tokenizer.ggml.model", "llama", TEXT), "GGUF tokenizer 'llama'"),
         (
             lambda w: w.add_tensor("extra.weight", np.ones(2, np.float32)),
-            r"unexpectedly, 1 tensors, among them 'extra\.weight \(in GGUF\)'",
+            r"unexpectedly holds 1 tensors, among them 'extra\.weight \(in GGUF\)'",
         ),
         (
             lambda w: w.add_tensor("rope_freqs.weight", np.ones(5, np.float32)),
@@ -838,8 +839,8 @@ def test_unsupported_gguf_types(tmp_path: Path, kind: str) -> None:
     )
     with pytest.raises(
         ValueError,
-        match=f"'blk.9.attn_q.weight' is stored as {kind}, and supported are F32, F16, BF16, Q4_0, "
-        "Q4_1, Q8_0",
+        match=f"'blk.9.attn_q.weight' is stored as {kind}, but only F32, F16, BF16, Q4_0, Q4_1, "
+        "Q8_0 are supported",
     ):
         load(path)
 
@@ -849,7 +850,7 @@ def test_an_unknown_gguf_architecture(tmp_path: Path) -> None:
         tmp_path / "model.gguf", random_model(small(num_hidden_layers=1)), "F32", arch="gemma2"
     )
     with pytest.raises(
-        ValueError, match="architecture 'gemma2'; supported are llama, qwen2 and qwen3"
+        ValueError, match="architecture 'gemma2'; only llama, qwen2 and qwen3 are supported"
     ):
         load(path)
 
@@ -868,8 +869,8 @@ def test_truncated_gguf(tmp_path: Path, gguf_bytes: bytes, n_bytes: int) -> None
         (0, b"GGML", "does not begin with GGUF"),
         (4, struct.pack("<I", 1), "version 1 is not supported"),
         (4, struct.pack(">I", 3), "version 50331648 is not supported"),  # big-endian
-        (8, struct.pack("<Q", 1 << 60), "tensors and .* fields cannot be true"),
-        (16, struct.pack("<Q", 1 << 60), "fields cannot be true"),
+        (8, struct.pack("<Q", 1 << 60), "tensors and .* fields, too many to be true"),
+        (16, struct.pack("<Q", 1 << 60), "fields, too many to be true"),
         (24, struct.pack("<Q", 1 << 60), "ends in the middle of its header"),
         (32, b"\xff", "is not UTF-8"),
         (52, struct.pack("<I", 99), "unknown type 99"),
@@ -1076,7 +1077,7 @@ def test_hub_ids(hub: Path, tiny_folder: Path) -> None:
 def test_hub_ids_that_cannot_be_fetched(hub: Path, hub_id: str) -> None:
     with pytest.raises(
         FileNotFoundError,
-        match=f"{hub_id} is no local path and could not be fetched from the hub: .+",
+        match=f"{hub_id} is not a local path and could not be fetched from the hub: .+",
     ):
         load(hub_id, device="cpu")
 

@@ -1,17 +1,17 @@
 """Checkpoint to model: Hugging Face folders, GGUF files, hub ids, and the default checkpoint.
 
-Files come from others, so nothing here unpickles or executes them, sizes are checked against the
-file before anything is allocated, and every tensor's name and shape is checked against the config
-before the model is built. Either a whole model comes back or one sentence that says what is wrong.
+Files are untrusted, so nothing here unpickles or executes them, sizes are checked against the file
+before anything is allocated, and every tensor's name and shape is checked against the config before
+the model is built. The result is a complete model, or one sentence that says what is wrong.
 
-    default.py             the default checkpoint, fetched once
+    files.py               reading untrusted files
+    build.py               names and shapes checked, tensors copied in
+    safetensors_folder.py  config.json and its .safetensors files
     gguf_header.py         what a GGUF file holds, and where
     gguf_checkpoint.py     a GGUF file under Hugging Face names
-    safetensors_folder.py  config.json and its .safetensors files
     tokenizer_files.py     vocabularies, merges and chat templates
-    files.py               reading untrusted files
-    loading.py             which of these a source is; the model and its tokenizer
-    build.py               names and shapes checked, tensors copied in
+    default.py             the default checkpoint, fetched once
+    loading.py             which kind a source is; the model and its tokenizer
 """
 
 import importlib

@@ -1,9 +1,9 @@
 """Building the model: every name and shape is checked first, then the tensors are copied in.
 
-Memory: the model itself plus one slice of at most 16 MiB; tensors come row by row.
+Memory: the model itself plus one slice of at most `SLICE_BYTES`; tensors are read in rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Protocol
 
@@ -26,31 +26,32 @@ class Checkpoint(Protocol):
     """A file format: the config, the shape of every tensor under its Hugging Face name, slices."""
 
     config: ModelConfig
-    label: str  # for messages
+    label: str  # its path, for messages
     shapes: Shapes
 
     def slices(
         self, name: str, rows: range | None = None, columns: range | None = None
     ) -> Iterator[Tensor]:
-        """These rows of one tensor, in order, each piece at most about `SLICE_BYTES` long.
+        """Rows of one tensor, in order, in pieces of at most about `SLICE_BYTES`.
 
-        rows: all by default, and whole heads of q, k and v. columns: all by default.
+        rows: all by default; for q, k and v they must be whole heads. columns: all by default.
         """
         ...
 
-    def grid(self, name: str) -> QuantizedMatrix | None:
-        """A matrix in the file's own 4 bits, or None if the file stores it otherwise."""
+    def stored_in_4_bits(self, name: str) -> QuantizedMatrix | None:
+        """A matrix in the file's own 4 bits; None if the file stores it in another format."""
         ...
 
 
 def parameter_sources(config: ModelConfig) -> dict[str, Shapes]:
-    """For each parameter of `Decoder`, the Hugging Face tensors stacked in it, and their shapes."""
+    """For each parameter of `Decoder`: the Hugging Face tensors stacked in it, and their shapes."""
     C, F, D, V = config.d_model, config.d_ff, config.d_head, config.vocab_size
     q, kv = config.n_heads * D, config.n_kv_heads * D
-    heads = (("q", q), ("k", kv), ("v", kv))
+    heads = (("q", q), ("k", kv), ("v", kv))  # rows of W_q, W_k and W_v
     sources: dict[str, Shapes] = {"embed.weight": {"model.embed_tokens.weight": (V, C)}}
     for i in range(config.n_layers):
         hf, ours = f"model.layers.{i}.", f"layers.{i}."
+        # q, k and v are one matrix here, and so are gate and up.
         sources |= {
             ours + "attn_norm": {hf + "input_layernorm.weight": (C,)},
             ours + "qkv.weight": {hf + f"self_attn.{n}_proj.weight": (r, C) for n, r in heads},
@@ -59,6 +60,7 @@ def parameter_sources(config: ModelConfig) -> dict[str, Shapes]:
             ours + "gate_up.weight": {hf + f"mlp.{n}_proj.weight": (F, C) for n in ("gate", "up")},
             ours + "down.weight": {hf + "mlp.down_proj.weight": (C, F)},
         }
+        # What only some models have
         if config.qkv_bias:
             sources[ours + "qkv.bias"] = {hf + f"self_attn.{n}_proj.bias": (r,) for n, r in heads}
         if config.attn_out_bias:
@@ -76,20 +78,19 @@ def build(
 ) -> Decoder:
     """The model with the checkpoint's weights; ValueError for one that does not fit its config.
 
-    scheme: of `minillm.quantize`. A file's own 4-bit numbers are kept for int4.
+    scheme: "int8" or "int4" of `minillm.quantize`. For int4 a file's own 4-bit numbers are kept.
     """
     config, sources = checkpoint.config, parameter_sources(checkpoint.config)
     model = empty_model(checkpoint, dtype)
     if scheme is None:
         model.to_empty(device=device)
         if config.tie_embeddings:
-            model.head.weight = model.embed.weight
-    else:  # matrix by matrix, so that they never lie there in 16 bits all at once
-        model = with_modules(model, partial(_matrix, checkpoint, sources, device, scheme))
-        for module in model.modules():
-            for name, p in module._parameters.items():
-                if p is not None:  # on the meta device so far
-                    module._parameters[name] = nn.Parameter(torch.empty_like(p, device=device))
+            model.head.weight = model.embed.weight  # to_empty has separated them
+    else:
+        # Matrix by matrix, so that the whole model is never in memory in 16 bits
+        model = with_modules(model, partial(_quantized, checkpoint, sources, device, scheme))
+        _allocate(model, device)
+    # Quantized matrices are no parameters: they have their numbers already.
     parameters = dict(model.named_parameters())
     for ours, parts in sources.items():
         if ours in parameters:
@@ -100,13 +101,20 @@ def build(
 def empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Decoder:
     """The checkpoint's model on the meta device: shapes without numbers.
 
-    ValueError for tensors that do not fit the config.
+    Raises ValueError for tensors that do not fit the config.
     """
     sources = parameter_sources(checkpoint.config).values()
     _check_tensors(checkpoint, {name: shape for part in sources for name, shape in part.items()})
     with torch.device("meta"):  # no memory, no random numbers
         model = Decoder(checkpoint.config)
     return model.to(dtype)
+
+
+def _allocate(model: Decoder, device: torch.device) -> None:
+    """Give memory on `device` to the parameters, which are on the meta device so far."""
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.empty_like(p, device=device)))
 
 
 def fill(
@@ -116,43 +124,53 @@ def fill(
     rows: list[range] | None = None,
     columns: range | None = None,
 ) -> None:
-    """Copy the tensors `parts` into `target`, one below the other.
+    """Copy the tensors `parts`, stacked by rows, into `target`.
 
-    rows: of that stack, in order, if not all are wanted. columns: likewise.
+    rows: the rows of that stack to copy, in order; all by default. columns: likewise.
     """
-    start = at = 0  # rows of the stack, and of the target
+    start = at = 0  # row of the stack where a tensor starts; next row of the target
     for name, shape in parts.items():
         end = start + shape[0]
         for wanted in rows or [range(start, end)]:
-            mine = range(max(wanted.start, start) - start, min(wanted.stop, end) - start)
-            if not mine:
+            # The wanted rows that are in this tensor, counted from its first row
+            own = range(max(wanted.start, start) - start, min(wanted.stop, end) - start)
+            if not own:
                 continue
-            for piece in checkpoint.slices(name, mine, columns):
+            for piece in checkpoint.slices(name, own, columns):
                 place = target[at : at + len(piece)]
-                place.copy_(piece)
+                place.copy_(piece)  # converts to the target's dtype
                 _check_finite(checkpoint, name, place)
                 at += len(piece)
         start = end
 
 
-def _matrix(
+def _quantized(
     checkpoint: Checkpoint, sources: dict[str, Shapes], device: torch.device, scheme: str,
     ours: str, linear: Linear,
 ) -> QuantizedLinear:  # fmt: skip
-    """One matrix on its grid: the file's own, if that is 4 bits and 4 are wanted."""
+    """One quantized matrix; it keeps the file's own 4 bits if 4 are wanted."""
     parts = sources.get(f"{ours}.weight") or sources["embed.weight"]  # the head may be tied
-    if scheme == "int4" and ours != "head":
-        own = [checkpoint.grid(name) for name in parts]
+    if scheme == "int4" and ours != "head":  # the head is always int8
+        own = [checkpoint.stored_in_4_bits(name) for name in parts]
         if all(own):
-            for name, part in zip(parts, own, strict=True):
-                _check_finite(checkpoint, name, part.scale)
-                _check_finite(checkpoint, name, part.zero)
-            fields = ([getattr(part, field) for part in own] for field in ("q", "scale", "zero"))
-            own_grid = QuantizedMatrix(*(torch.cat(field).to(device) for field in fields))
-            return weights_only(own_grid, linear.bias)
-    weight = torch.empty(linear.weight.shape)
+            return weights_only(_stacked(checkpoint, parts, own, device), linear.bias)
+    weight = torch.empty(linear.weight.shape)  # (out, in) in float32
     fill(checkpoint, weight, parts)
     return weights_only(on_grid(ours, weight.to(device), scheme), linear.bias)
+
+
+def _stacked(
+    checkpoint: Checkpoint, names: Iterable[str], parts: list[QuantizedMatrix], device: torch.device
+) -> QuantizedMatrix:
+    """4-bit matrices, one below the other."""
+    for name, part in zip(names, parts, strict=True):
+        _check_finite(checkpoint, name, part.scale)
+        _check_finite(checkpoint, name, part.zero)
+    return QuantizedMatrix(
+        q=torch.cat([part.q for part in parts]).to(device),
+        scale=torch.cat([part.scale for part in parts]).to(device),
+        zero=torch.cat([part.zero for part in parts]).to(device),
+    )
 
 
 def _check_finite(checkpoint: Checkpoint, name: str, numbers: Tensor) -> None:
@@ -165,19 +183,20 @@ def _check_finite(checkpoint: Checkpoint, name: str, numbers: Tensor) -> None:
 
 def _check_tensors(checkpoint: Checkpoint, expected: Shapes) -> None:
     shapes, label = checkpoint.shapes, checkpoint.label
-    # A tied head may be stored a second time, and old checkpoints store the rotary frequencies.
+    # Names. A tied head may be stored twice, and old checkpoints store the rotary frequencies.
     ignored = {name for name in shapes if name.endswith("rotary_emb.inv_freq")}
     if checkpoint.config.tie_embeddings:
         ignored.add("lm_head.weight")
     for problem, names in (
         ("lacks", expected.keys() - shapes.keys()),
-        ("holds, unexpectedly,", shapes.keys() - expected.keys() - ignored),
+        ("unexpectedly holds", shapes.keys() - expected.keys() - ignored),
     ):
         if names:
             raise ValueError(
                 f"{label} does not fit its config: it {problem} {len(names)} tensors, among them "
                 f"{brief(min(names))}."
             )
+    # Shapes
     for name, shape in expected.items():
         if shapes[name] != shape:
             raise ValueError(

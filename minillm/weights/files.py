@@ -1,7 +1,7 @@
-"""Files that somebody else wrote: regular ones only, of a size that such a file can honestly have.
+"""Reading untrusted files: regular ones only, of a size that a genuine file can have.
 
 A name may be a link to an endless device, a file may hold lists nested a million times. Sizes are
-looked at before anything is read, so that a forged file costs a sentence and not the memory.
+checked before anything is read, so that a forged file gives an error and does not fill the memory.
 """
 
 import json
@@ -12,9 +12,9 @@ from minillm.tools.checks import brief
 
 MEGABYTE = 1_000_000
 PATH = 300
-"""How much of a path a message shows: those of a hub's cache have more than 100 characters."""
+"""Characters of a path that a message shows: those of a hub's cache have more than 100."""
 _MAX_CONTAINERS = 2_000_000
-"""Lists and objects in one JSON file. A vocabulary has a list for each merge, half a million."""
+"""Lists and objects in one JSON file; a large vocabulary has a list for each of its merges."""
 
 
 def check_file(path: Path, limit: float = float("inf")) -> None:
@@ -23,8 +23,8 @@ def check_file(path: Path, limit: float = float("inf")) -> None:
         raise ValueError(f"{brief(str(path), PATH)} is not a regular file; give the file itself.")
     if path.stat().st_size > limit:
         raise ValueError(
-            f"{brief(str(path), PATH)} has {path.stat().st_size} bytes; files of this kind have "
-            f"at most {limit:.0f}."
+            f"{brief(str(path), PATH)} has {path.stat().st_size} bytes; files of this kind have at "
+            f"most {limit:.0f}."
         )
 
 
@@ -40,7 +40,7 @@ def read_text(path: Path, limit: int) -> str:
 def read_json(path: Path, *, limit: int = MEGABYTE, missing_ok: bool = False) -> dict[str, Any]:
     """The JSON object in a file of at most `limit` bytes.
 
-    Raises ValueError or FileNotFoundError in one sentence; also for an object with a key twice.
+    Raises ValueError or FileNotFoundError in one sentence, also for an object with duplicate keys.
     """
     if not path.exists():
         if missing_ok:
@@ -49,10 +49,11 @@ def read_json(path: Path, *, limit: int = MEGABYTE, missing_ok: bool = False) ->
             f"{brief(str(path), PATH)} does not exist; a Hugging Face folder has it."
         )
     text = read_text(path, limit)
+    # An upper bound, as brackets in strings count too, but before any memory is spent on parsing
     if text.count("[") + text.count("{") > _MAX_CONTAINERS:
         raise ValueError(
-            f"{brief(str(path), PATH)} has more than {_MAX_CONTAINERS} lists and objects; that "
-            "cannot be a file of a checkpoint."
+            f"{brief(str(path), PATH)} has more than {_MAX_CONTAINERS} lists and objects; no "
+            "checkpoint has such a file."
         )
     try:
         value = json.loads(text, object_pairs_hook=_without_repeats)
@@ -66,9 +67,10 @@ def read_json(path: Path, *, limit: int = MEGABYTE, missing_ok: bool = False) ->
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """One JSON object; json itself would silently keep the last of two equal keys."""
     value = dict(pairs)
     if len(value) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {brief(twice)} stands there twice")
+        raise ValueError(f"the key {brief(twice)} appears twice")
     return value

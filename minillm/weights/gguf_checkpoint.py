@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint: llama.cpp's names, row order and number formats undone.
+"""A GGUF file as a checkpoint: llama.cpp's names, row order and number formats converted back.
 
 Sources: the GGUF specification (docs/gguf.md of ggml); for the row order of q and k in Llama files
 `LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py; for the rotary scaling
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from minillm.config import ModelConfig
@@ -42,6 +43,7 @@ class GGUFCheckpoint:
         self.path, self.label = path, str(path)
         self.fields, self._tensors = read_gguf(path)
         self.config = self._read_config()
+        # Names
         to_hf = dict(_TOP_NAMES)
         for i in range(self.config.n_layers):
             to_hf |= {f"blk.{i}.{gg}": f"model.layers.{i}.{hf}" for gg, hf in _LAYER_NAMES.items()}
@@ -49,26 +51,40 @@ class GGUFCheckpoint:
         for name in self._tensors:
             stem, _, kind = name.rpartition(".")
             if name != _ROPE_FREQUENCIES:
-                # A name that GGUF files do not use must not pass for a Hugging Face one.
+                # A name unknown in GGUF files must not pass for a Hugging Face one.
                 known = f"{to_hf[stem]}.{kind}" if stem in to_hf else f"{name} (in GGUF)"
                 self._names[known] = name
         self.shapes = {hf: self._tensors[gg].shape for hf, gg in self._names.items()}
 
     def _read_config(self) -> ModelConfig:
-        """The metadata as a `ModelConfig`, by way of the equivalent Hugging Face config."""
+        """The metadata as a `ModelConfig`."""
         arch = self.fields.get("general.architecture")
         if arch not in ("llama", "qwen2", "qwen3"):
             raise ValueError(
-                f"{self.path} has the architecture {brief(arch)}; supported are llama, qwen2 and "
-                "qwen3."
+                f"{self.path} has the architecture {brief(arch)}; only llama, qwen2 and qwen3 are "
+                "supported."
             )
+        self._refuse_unsupported(arch)
+        config = from_hf(self._as_hf_config(arch), name=self.path.stem)
+        rotated = self.fields.get(f"{arch}.rope.dimension_count", config.d_head)
+        if rotated != config.d_head:
+            raise ValueError(
+                f"{self.path} rotates {brief(rotated)} of {config.d_head} dimensions, which is not "
+                "implemented."
+            )
+        if _ROPE_FREQUENCIES in self._tensors:  # Llama 3's scaling, stored as its (D/2,) divisors
+            factors = self._read(_ROPE_FREQUENCIES, 0, 1)[0].tolist()
+            config = replace(config, rope_factors=tuple(factors))
+        return config
+
+    def _as_hf_config(self, arch: str) -> dict[str, Any]:
+        """The metadata in the words of config.json, so that both formats share one reader."""
 
         def get(key: str, default: Any = None) -> Any:
             return self.fields.get(f"{arch}.{key}", default)
 
-        self._refuse_unsupported(arch)
         tokens = self.fields.get("tokenizer.ggml.tokens")
-        raw = {
+        return {
             "model_type": arch,
             "num_hidden_layers": get("block_count"),
             "hidden_size": get("embedding_length"),
@@ -83,21 +99,11 @@ class GGUFCheckpoint:
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "attention_bias": arch == "llama" and "blk.0.attn_q.bias" in self._tensors,
         }
-        config = from_hf(raw, name=self.path.stem)
-        rotated = get("rope.dimension_count", config.d_head)
-        if rotated != config.d_head:
-            raise ValueError(
-                f"{self.path} rotates {brief(rotated)} of {config.d_head} dimensions, which is not "
-                "implemented."
-            )
-        if _ROPE_FREQUENCIES in self._tensors:  # Llama 3's scaling, worked out: a divisor for each
-            factors = self._read(_ROPE_FREQUENCIES, 0, 1)[0].tolist()
-            config = replace(config, rope_factors=tuple(factors))
-        return config
 
     def _refuse_unsupported(self, arch: str) -> None:
-        """Raise ValueError for every key that would change the mathematics and is not built."""
-        kind = self.fields.get(f"{arch}.rope.scaling.type", "linear")  # as llama.cpp reads it
+        """Raise ValueError for keys that would change the mathematics and are not implemented."""
+        # Rope scaling; the default, and 0 for no scaling, are llama.cpp's.
+        kind = self.fields.get(f"{arch}.rope.scaling.type", "linear")
         if kind not in ("none", "linear"):
             raise ValueError(
                 f"{self.path} uses rope scaling {brief(kind)}, which is not implemented for GGUF "
@@ -110,6 +116,7 @@ class GGUFCheckpoint:
                     f"{self.path} sets {arch}.{key} = {brief(factor)}: linear rope scaling is not "
                     "implemented."
                 )
+        # Other architectures
         for key in ("expert_count", "attention.sliding_window"):
             if value := self.fields.get(f"{arch}.{key}"):
                 raise ValueError(
@@ -121,60 +128,62 @@ class GGUFCheckpoint:
             )
 
     def _read(self, gguf_name: str, first: int, n_rows: int) -> Tensor:
-        """Rows of a tensor (n_rows, fastest dimension), dequantized by the gguf package."""
+        """Rows of a tensor, (n_rows, fastest dimension) in float32, by the gguf package."""
         from gguf import GGMLQuantizationType, quants
 
         t = self._tensors[gguf_name]
-        row_bytes = t.n_bytes * t.shape[-1] // math.prod(t.shape)
+        row_bytes = t.n_bytes * t.shape[-1] // math.prod(t.shape)  # rows are whole blocks
         offset = t.offset + first * row_bytes
         data = np.fromfile(self.path, np.uint8, count=n_rows * row_bytes, offset=offset)
         kind = GGMLQuantizationType[t.type]
         return torch.from_numpy(quants.dequantize(data.reshape(n_rows, row_bytes), kind))
 
-    def grid(self, name: str) -> QuantizedMatrix | None:
-        """A matrix in Q4_0 or Q4_1 as it lies in the file: 32 numbers of 4 bits with their scale.
+    def stored_in_4_bits(self, name: str) -> QuantizedMatrix | None:
+        """A matrix in Q4_0 or Q4_1 as the file stores it: blocks of 32 4-bit numbers with a scale.
 
-        A block is a scale d in float16, in Q4_1 a least number m, and 16 bytes: number j in the low
-        half of byte j, number j + 16 in the high half. It stands for d · (q - 8), or d · q + m.
+        A block is a scale d in float16, in Q4_1 also a minimum m, and 16 bytes: number j in the low
+        half of byte j, number j + 16 in the high half. q means d · (q - 8), or d · q + m.
         """
         t = self._tensors[self._names[name]]
-        header = {"Q4_0": 2, "Q4_1": 4}.get(t.type)
-        if header is None:
+        n_header_bytes = {"Q4_0": 2, "Q4_1": 4}.get(t.type)
+        if n_header_bytes is None:
             return None
-        N, K = self.shapes[name]
+        n_out, n_in = self.shapes[name]
         data = np.fromfile(self.path, np.uint8, count=t.n_bytes, offset=t.offset)
-        blocks = torch.from_numpy(data.reshape(N, K // 32, header + 16))
-        numbers = blocks[..., :header].contiguous().view(torch.float16).float()  # d, and m
-        low, high = blocks[..., header:] & 15, blocks[..., header:] >> 4
-        q, scale = torch.cat((low, high), -1).flatten(1), numbers[..., 0]
-        zero = torch.zeros_like(scale) if header == 2 else numbers[..., 1] + 8 * scale
-        rows = (q, scale.bfloat16(), zero.bfloat16())
-        return QuantizedMatrix(*(self._unpermuted(name, x) for x in rows))
+        blocks = torch.from_numpy(data.reshape(n_out, n_in // 32, n_header_bytes + 16))
+        header, packed = blocks[..., :n_header_bytes], blocks[..., n_header_bytes:]
+        q = torch.cat((packed & 15, packed >> 4), -1).flatten(1)  # (out, in)
+        numbers = header.contiguous().view(torch.float16).float()  # d, or d and m
+        scale = numbers[..., 0]  # (out, in / 32)
+        # d · q + m = d · (q - 8) + (m + 8 · d)
+        zero = torch.zeros_like(scale) if t.type == "Q4_0" else numbers[..., 1] + 8 * scale
+        parts = (q, scale.bfloat16(), zero.bfloat16())
+        return QuantizedMatrix(*(self._unpermuted(name, x) for x in parts))
 
     def _unpermuted(self, name: str, rows: Tensor) -> Tensor:
-        """Whole heads of q or k in Hugging Face's order; anything else as it is.
+        """Whole heads of q or k in Hugging Face's row order; anything else as it is.
 
-        llama.cpp turns neighbours (0, 1), (2, 3), …; here pairs are (i, i + D/2).
+        llama.cpp rotates the pairs (0, 1), (2, 3), …; here the pairs are (i, i + D/2).
         """
         llama = self.fields["general.architecture"] == "llama"
         if not (llama and re.search(r"self_attn\.[qk]_proj", name)):
             return rows
         D = self.config.d_head
-        return rows.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).reshape(rows.shape)
+        return rearrange(rows, "(h pair two) ... -> (h two pair) ...", h=len(rows) // D, two=2)
 
     def slices(
         self, name: str, rows: range | None = None, columns: range | None = None
     ) -> Iterator[Tensor]:
         shape, gguf_name = self.shapes[name], self._names[name]
         rows = range(shape[0]) if rows is None else rows
-        every = slice(None) if columns is None else slice(columns.start, columns.stop)
-        if len(shape) == 1:
+        wanted = slice(None) if columns is None else slice(columns.start, columns.stop)
+        if len(shape) == 1:  # a norm or a bias
             yield self._unpermuted(name, self._read(gguf_name, 0, 1)[0])[rows.start : rows.stop]
             return
-        # Dequantizing needs several temporaries of the slice's size.
+        # Dequantizing needs several temporaries of the piece's size.
         step = max(1, SLICE_BYTES // (16 * shape[1]))
         if "self_attn" in name:
             step = max(1, step // self.config.d_head) * self.config.d_head  # whole heads
         for first in range(rows.start, rows.stop, step):
             piece = self._read(gguf_name, first, min(step, rows.stop - first))
-            yield self._unpermuted(name, piece)[:, every]
+            yield self._unpermuted(name, piece)[:, wanted]

@@ -1,8 +1,8 @@
 """The header of a GGUF file: metadata, and where each tensor lies.
 
 Source: the GGUF specification (docs/gguf.md of ggml). The gguf package has a reader as well, but it
-believes the counts in the file, so that a forged one makes it build lists of many gigabytes, and
-it takes seconds for a vocabulary.
+trusts the counts in the file, so that a forged one makes it build lists of many gigabytes, and it
+is slow on a vocabulary.
 """
 
 import math
@@ -19,14 +19,14 @@ _STRING, _LIST = 8, 9
 _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"
 }  # fmt: skip
-_MAX_ITEMS = 4_000_000  # values in all lists together; a vocabulary has some 100,000
+_MAX_ITEMS = 4_000_000  # values in all lists together; a vocabulary has a few 100,000
 
 
 @dataclass(frozen=True)
 class GGUFTensor:
     """Where a tensor lies in a GGUF file.
 
-    shape is in PyTorch's order, the fastest dimension last.
+    shape: in PyTorch's order, the fastest dimension last.
     """
 
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class GGUFTensor:
 
 
 class _Damaged(Exception):
-    """What is wrong with the file, as the middle of a sentence."""
+    """What is wrong with the file, as part of a sentence."""
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
@@ -55,7 +55,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
 
 
 class _Reader:
-    """Numbers, texts and lists, as long as there are bytes for them."""
+    """Reads numbers, strings and lists; refuses to read past the end or to build huge lists."""
 
     def __init__(self, f: BinaryIO, size: int):
         self.f, self.size = f, size
@@ -81,6 +81,7 @@ class _Reader:
             return self.text()
         if kind == _LIST:
             kind, count = self.integer(4), self.integer()
+            # Before the list is built: the count may be forged.
             self._items += count
             if self._items > _MAX_ITEMS or kind == _LIST:
                 raise _Damaged("a list in its metadata is too long or nested")
@@ -100,13 +101,15 @@ def _read(reader: _Reader) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     if version not in (2, 3):
         raise _Damaged(f"version {version} is not supported")
     if n_tensors > 100_000 or n_fields > 10_000:
-        raise _Damaged(f"{n_tensors} tensors and {n_fields} fields cannot be true")
+        raise _Damaged(f"it claims {n_tensors} tensors and {n_fields} fields, too many to be true")
+    # Metadata
     fields: dict[str, Any] = {}
     for _ in range(n_fields):
         key = reader.text()
         if key in fields:
-            raise _Damaged(f"the field {brief(key)} stands there twice")
+            raise _Damaged(f"the field {brief(key)} appears twice")
         fields[key] = reader.value(reader.integer(4))
+    # Tensors: name, shape, type, offset in the data
     table = []
     for _ in range(n_tensors):
         name, n_dims = reader.text(), reader.integer(4)
@@ -121,34 +124,37 @@ def _read(reader: _Reader) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
 def _place(
     table: list[tuple[str, tuple[int, ...], int, int]], alignment: Any, reader: _Reader
 ) -> dict[str, GGUFTensor]:
-    """The tensors by name. They must lie one after another, each padded, as llama.cpp demands."""
+    """The tensors by name; each must follow the one before after padding, as llama.cpp requires."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment % 8:
         raise _Damaged(f"its alignment {brief(alignment)} is not a multiple of 8 up to 1048576")
-    start = -(-reader.f.tell() // alignment) * alignment
+    start = -(-reader.f.tell() // alignment) * alignment  # the data, after the padded header
     tensors: dict[str, GGUFTensor] = {}
-    expected = 0
+    expected = 0  # offset of the next tensor in the data
     for name, shape, kind, offset in table:
+        # A type that can be read
         if kind not in GGML_QUANT_SIZES:
             raise _Damaged(f"{brief(name)} has the unknown type {kind}")
         block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         type_name = GGMLQuantizationType(kind).name
         if type_name not in TYPES:
             raise _Damaged(
-                f"{brief(name)} is stored as {type_name}, and supported are {', '.join(TYPES)}"
+                f"{brief(name)} is stored as {type_name}, but only {', '.join(TYPES)} are supported"
             )
+        # A shape of whole blocks
         n_bytes = math.prod(shape) // block * block_bytes
         if not all(shape) or shape[-1] % block or name in tensors:
             raise _Damaged(
                 f"{brief(name)} of shape {shape} is empty, listed twice or not made of whole "
                 f"{type_name} blocks"
             )
+        # A place inside the file, with no gap and no overlap
         if start + offset + n_bytes > reader.size:
-            raise _Damaged(f"it is truncated, {brief(name)} ends past its last byte")
+            raise _Damaged(f"it is truncated: {brief(name)} ends past its last byte")
         if offset != expected:
             raise _Damaged(
-                f"{brief(name)} begins at byte {offset} of the data, and the tensors before it end "
+                f"{brief(name)} begins at byte {offset} of the data, but the tensors before it end "
                 f"at {expected}"
             )
         tensors[name] = GGUFTensor(shape, type_name, start + offset, n_bytes)

@@ -1,4 +1,4 @@
-"""Loading a model: a folder, a GGUF file, a hub id or the default checkpoint, and what fits it."""
+"""Loading a model and its tokenizer: a folder, a GGUF file, a hub id, the default checkpoint."""
 
 import os
 import re
@@ -32,10 +32,11 @@ def load(
 
     source: None for the default checkpoint, a folder in Hugging Face format, a .gguf file, or a
     hub id ("org/name"). device and dtype: see `minillm.tools.devices.device_and_dtype`; dtype may
-    also be a scheme of `minillm.quantize`, "int8" or "int4": for int4 a Q4_0 or Q4_1 file keeps its
-    own numbers. A folder without tokenizer files gives (model, None). Raises FileNotFoundError or
-    ValueError in one sentence.
+    also be one of two schemes of `minillm.quantize`, "int8" or "int4"; for int4 a Q4_0 or Q4_1 file
+    keeps its own numbers. A folder without tokenizer files gives (model, None). Raises
+    FileNotFoundError or ValueError in one sentence.
     """
+    # What quantized matrices leave in floating point is bfloat16.
     scheme = dtype if dtype in ("int8", "int4") else None
     device, dtype = device_and_dtype(device, "bfloat16" if scheme else dtype)
     with opened(source) as (checkpoint, tokenizer):
@@ -44,12 +45,15 @@ def load(
 
 @contextmanager
 def opened(source: str | Path | None) -> Iterator[tuple[Checkpoint, Tokenizer | None]]:
-    """What `load` reads from, for as long as it is read; the source and the errors are load's."""
-    # os.path answers False where a Path's methods raise: for a user or a name that cannot exist.
+    """The checkpoint and tokenizer of a source, for a `with` block that reads from them.
+
+    Source and errors as for `load`; errors while reading inside the block are included.
+    """
+    # os.path returns False where Path's methods raise: for a user or a name that cannot exist.
     path = fetch_default() if source is None else Path(os.path.expanduser(source))
     try:
         checkpoint, tokenizer = _open(path, source)
-        rows = checkpoint.config.vocab_size  # every token id has one in the embedding
+        rows = checkpoint.config.vocab_size  # of the embedding, one for each token id
         if tokenizer is not None and tokenizer.n_vocab > rows:
             raise ValueError(
                 f"{checkpoint.label}: the tokenizer has {tokenizer.n_vocab} ids, the model only "
@@ -58,13 +62,14 @@ def opened(source: str | Path | None) -> Iterator[tuple[Checkpoint, Tokenizer | 
         yield checkpoint, tokenizer
     except OSError as error:
         if error.errno is None:
-            raise  # our own sentence
+            raise  # our own message
         raise ValueError(
-            f"{brief(str(path), PATH)} cannot be read ({error.strerror}); look at its permissions."
+            f"{brief(str(path), PATH)} cannot be read ({error.strerror}); check its permissions."
         ) from error
 
 
 def _open(path: Path, source: str | Path | None) -> tuple[Checkpoint, Tokenizer | None]:
+    # A file: GGUF
     if os.path.exists(path) and not os.path.isdir(path):
         check_file(path)
         if path.suffix != ".gguf":
@@ -74,6 +79,7 @@ def _open(path: Path, source: str | Path | None) -> tuple[Checkpoint, Tokenizer 
             )
         checkpoint = GGUFCheckpoint(path)
         return checkpoint, tokenizer_from_gguf(checkpoint.fields, name=path.stem)
+    # Neither a file nor a folder: perhaps a hub id
     if not os.path.isdir(path):
         if not _HUB_ID.fullmatch(str(source)):
             raise FileNotFoundError(
@@ -99,6 +105,6 @@ def _download(hub_id: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         said = str(error).strip() or type(error).__name__
         raise FileNotFoundError(
-            f"{hub_id} is no local path and could not be fetched from the hub: "
+            f"{hub_id} is not a local path and could not be fetched from the hub: "
             f"{brief(said.splitlines()[0], 300)}."
         ) from error

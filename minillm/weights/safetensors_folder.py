@@ -30,33 +30,37 @@ class SafetensorsFolder:
         raw = read_json(folder / "config.json")
         self.config = from_hf(raw, name=folder.resolve().name)
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._path: dict[str, Path] = {}
+        self._path: dict[str, Path] = {}  # tensor -> its file
         self._files: dict[Path, Any] = {}  # open now
         self._n_read = 0  # bytes since they were opened
         for path in _files(folder):
             try:
-                with safe_open(path, framework="pt") as f:
-                    for name in f.keys():  # noqa: SIM118, a safe_open is no dict
-                        if name in self._path:
-                            raise ValueError(
-                                f"{path} and {self._path[name].name} both hold {brief(name)}; "
-                                "remove the file that does not belong to this checkpoint."
-                            )
-                        tensor = f.get_slice(name)
-                        if tensor.get_dtype() not in _DTYPES:
-                            raise ValueError(
-                                f"{path} stores {brief(name)} as {tensor.get_dtype()}; supported "
-                                f"are {', '.join(_DTYPES)}."
-                            )
-                        self.shapes[name] = tuple(tensor.get_shape())
-                        self._path[name] = path
+                self._list_tensors(path)
             except (SafetensorError, OSError) as error:
                 raise ValueError(
                     f"{path} is truncated or not a safetensors file ({brief(str(error), 300)}); "
                     "fetch it again."
                 ) from error
 
-    def grid(self, name: str) -> None:
+    def _list_tensors(self, path: Path) -> None:
+        """Note the name, shape and file of each tensor in `path`, without reading its numbers."""
+        with self._open(path, framework="pt") as f:
+            for name in f.keys():  # noqa: SIM118, safe_open returns no dict
+                if name in self._path:
+                    raise ValueError(
+                        f"{path} and {self._path[name].name} both hold {brief(name)}; remove the "
+                        "file that does not belong to this checkpoint."
+                    )
+                tensor = f.get_slice(name)
+                if tensor.get_dtype() not in _DTYPES:
+                    raise ValueError(
+                        f"{path} stores {brief(name)} as {tensor.get_dtype()}; only "
+                        f"{', '.join(_DTYPES)} are supported."
+                    )
+                self.shapes[name] = tuple(tensor.get_shape())
+                self._path[name] = path
+
+    def stored_in_4_bits(self, name: str) -> None:
         return None  # these folders hold floating-point numbers
 
     def slices(
@@ -64,10 +68,10 @@ class SafetensorsFolder:
     ) -> Iterator[Tensor]:
         shape, path = self.shapes[name], self._path[name]
         rows = range(shape[0]) if rows is None else rows
-        n_rows = max(1, SLICE_BYTES // (4 * math.prod(shape[1:])))
-        # A file is mapped into memory while it is open, and the pages that were read count as
-        # ours. Opening it anew now and then keeps them few; doing so for every tensor would read
-        # the header of a large checkpoint thousands of times.
+        n_rows = max(1, SLICE_BYTES // (4 * math.prod(shape[1:])))  # per piece, in float32
+        # A file is memory-mapped while it is open, and the pages that were read count as this
+        # process's memory. Reopening it now and then keeps them few; reopening it for every tensor
+        # would read the header of a large checkpoint thousands of times.
         if self._n_read > _OPEN_BYTES or len(self._files) >= _OPEN_FILES:
             self._files, self._n_read = {}, 0
         if path not in self._files:
@@ -79,15 +83,15 @@ class SafetensorsFolder:
                 piece = tensor[wanted]
             else:
                 piece = tensor[wanted, columns.start : columns.stop]
-            # With some columns the pages of the others come along.
+            # Whole rows are counted: a page holds the other columns as well.
             self._n_read += len(piece) * math.prod(shape[1:]) * piece.element_size()
             yield piece
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that hold the tensors: model.safetensors if it is there, else the index's shards.
+    """The files that hold the tensors: model.safetensors if it exists, else the index's shards.
 
-    The single file comes first, as in transformers: saving one into a folder leaves an older
+    The single file takes precedence, as in transformers: saving one into a folder leaves an older
     index behind.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
@@ -97,8 +101,9 @@ def _files(folder: Path) -> list[Path]:
     if not index.exists():
         raise FileNotFoundError(
             f"{folder} has neither model.safetensors nor {index.name}; only safetensors are read, "
-            "no pickles."
+            "not pickles."
         )
+    # Shards: names in this folder only, as an index is untrusted too
     weight_map = read_json(index, limit=20 * MEGABYTE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no weight_map; fetch it again.")

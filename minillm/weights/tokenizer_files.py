@@ -1,6 +1,6 @@
 """Tokenizers as checkpoints store them: the metadata of GGUF files, and tokenizer.json.
 
-Supported is byte-level BPE as GPT-2, SmolLM2, Llama 3 and Qwen cut and merge text. Any other kind
+Byte-level BPE as GPT-2, SmolLM2, Llama 3 and Qwen split and merge text is supported. Any other kind
 (SentencePiece, WordPiece) is refused by name.
 """
 
@@ -8,16 +8,16 @@ import math
 from pathlib import Path
 from typing import Any
 
-import regex  # of tiktoken's dependencies: the syntax of its patterns
+import regex  # a dependency of tiktoken, with the syntax of its patterns
 
 from minillm.tokenizer import SAMPLE, Tokenizer
 from minillm.tools.checks import brief
 from minillm.weights.files import MEGABYTE, read_json, read_text
 
-# How text is cut before merging: GPT-2's pattern (Radford et al. 2019), and its descendants.
+# How text is split before merging: GPT-2's pattern (Radford et al. 2019), and its descendants.
 _GPT2 = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# SmolLM2 first cuts out every digit, then applies GPT-2's pattern to what is left. As one
-# expression, a run of spaces stays whole even if a digit follows it.
+# SmolLM2 first splits off every digit, then applies GPT-2's pattern to the rest. As one expression:
+# a run of spaces stays whole even if a digit follows it.
 _SMOLLM = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -26,8 +26,8 @@ _LLAMA3 = (
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _GGUF_PATTERNS = {"smollm": _SMOLLM, "gpt-2": _GPT2, "llama-bpe": _LLAMA3, "qwen2": _QWEN2}
 
-# Bounds for a pattern, which its compiler writes out with all its repetitions, and for trying it on
-# one line of text. Honest ones have some 300 characters, repeat thrice and take microseconds.
+# Limits for a pattern, whose repetitions its compiler writes out, and for trying it on one line of
+# text. Published patterns stay far below them.
 _PATTERN_LENGTH, _PATTERN_REPEATS, _PATTERN_SECONDS = 2000, 1000, 1.0
 
 # Token types in GGUF files
@@ -35,53 +35,12 @@ _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 
 
 def tokenizer_from_gguf(fields: dict[str, Any], name: str = "gguf") -> Tokenizer:
-    """From the metadata of a GGUF file (`tokenizer.ggml.*` and `tokenizer.chat_template`)."""
+    """From the metadata of a GGUF file (`tokenizer.ggml.*` and `tokenizer.chat_template`).
 
-    def get(key: str, default: Any = None) -> Any:
-        return fields.get(f"tokenizer.ggml.{key}", default)
-
+    Raises ValueError for a tokenizer that is damaged or not implemented.
+    """
     try:
-        model, pre = get("model"), get("pre")
-        if model != "gpt2" or pre not in _GGUF_PATTERNS:
-            raise ValueError(
-                f"The GGUF tokenizer {brief(model)} with pre-tokenizer {brief(pre)} is not "
-                f"implemented; supported is gpt2 with one of {', '.join(_GGUF_PATTERNS)}."
-            )
-        tokens, types = get("tokens"), get("token_type")
-        lists = isinstance(tokens, list) and isinstance(types, list)
-        if not lists or len(tokens) != len(types):
-            raise ValueError(
-                "The GGUF file's tokenizer.ggml.tokens and token_type are missing or of different "
-                "lengths."
-            )
-        vocab = {token: i for i, token in enumerate(tokens)}
-        if len(vocab) != len(tokens):
-            raise ValueError("The GGUF file's vocabulary holds the same token twice.")
-        kinds = dict(zip(tokens, types, strict=True))
-        special = {t: i for t, i in vocab.items() if kinds[t] in (_CONTROL, _USER_DEFINED)}
-        stop = [get(f"{kind}_token_id") for kind in ("eos", "eot", "eom")]
-        bos = get("bos_token_id")
-        if bos is not None and not 0 <= bos < len(tokens):
-            raise ValueError(
-                f"The first or prefix id {brief(bos)} is outside the vocabulary of {len(tokens)} "
-                "tokens."
-            )
-        named = {"bos_token": bos, "eos_token": stop[0]}
-        starts_with_bos = get("add_bos_token", pre == "llama-bpe") and bos is not None
-        return Tokenizer(
-            {t: i for t, i in vocab.items() if kinds[t] != _UNUSED},
-            [_pair(merge) for merge in get("merges", [])],
-            special=special,
-            pattern=_GGUF_PATTERNS[pre],
-            stop_ids=[i for i in stop if i is not None],
-            prefix_ids=[bos] if starts_with_bos else [],
-            chat_template=fields.get("tokenizer.chat_template"),
-            chat_tokens={
-                key: tokens[i] for key, i in named.items() if i is not None and 0 <= i < len(tokens)
-            },
-            nfc=pre == "qwen2",
-            name=name,
-        )
+        return _from_gguf(fields, name)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             "The GGUF file's tokenizer metadata has a value of the wrong kind "
@@ -89,8 +48,63 @@ def tokenizer_from_gguf(fields: dict[str, Any], name: str = "gguf") -> Tokenizer
         ) from error
 
 
+def _from_gguf(fields: dict[str, Any], name: str) -> Tokenizer:
+    def get(key: str, default: Any = None) -> Any:
+        return fields.get(f"tokenizer.ggml.{key}", default)
+
+    model, pre = get("model"), get("pre")
+    if model != "gpt2" or pre not in _GGUF_PATTERNS:
+        raise ValueError(
+            f"The GGUF tokenizer {brief(model)} with pre-tokenizer {brief(pre)} is not "
+            f"implemented; only gpt2 with one of {', '.join(_GGUF_PATTERNS)} is supported."
+        )
+    # Vocabulary: a token's place in the list is its id, and its type says what it is for.
+    ids, types = _gguf_vocabulary(get("tokens"), get("token_type"))
+    tokens = list(ids)
+    # Ids with a role
+    stop = [get(f"{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    bos = get("bos_token_id")
+    if bos is not None and not 0 <= bos < len(tokens):
+        raise ValueError(
+            f"The bos_token_id {brief(bos)} is outside the vocabulary of {len(tokens)} tokens."
+        )
+    named = {"bos_token": bos, "eos_token": stop[0]}
+    starts_with_bos = get("add_bos_token", pre == "llama-bpe") and bos is not None
+    return Tokenizer(
+        {t: i for t, i in ids.items() if types[t] != _UNUSED},
+        [_pair(merge) for merge in get("merges", [])],
+        special={t: i for t, i in ids.items() if types[t] in (_CONTROL, _USER_DEFINED)},
+        pattern=_GGUF_PATTERNS[pre],
+        stop_ids=[i for i in stop if i is not None],
+        prefix_ids=[bos] if starts_with_bos else [],
+        chat_template=fields.get("tokenizer.chat_template"),
+        chat_tokens={
+            key: tokens[i] for key, i in named.items() if i is not None and 0 <= i < len(tokens)
+        },
+        nfc=pre == "qwen2",
+        name=name,
+    )
+
+
+def _gguf_vocabulary(tokens: Any, types: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """The id and the type of each token, from two lists in the order of ids."""
+    lists = isinstance(tokens, list) and isinstance(types, list)
+    if not lists or len(tokens) != len(types):
+        raise ValueError(
+            "The GGUF file's tokenizer.ggml.tokens and token_type are missing or of different "
+            "lengths."
+        )
+    ids = {token: i for i, token in enumerate(tokens)}
+    if len(ids) != len(tokens):
+        raise ValueError("The GGUF file's vocabulary holds the same token twice.")
+    return ids, dict(zip(tokens, types, strict=True))
+
+
 def tokenizer_from_folder(folder: str | Path) -> Tokenizer | None:
-    """From a Hugging Face folder's tokenizer.json and its neighbours; None if there is none."""
+    """From a Hugging Face folder's tokenizer.json and the files beside it; None without one.
+
+    Raises ValueError for a tokenizer that is damaged or not implemented.
+    """
     folder = Path(folder)
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -99,39 +113,46 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer | None:
     settings_path = folder / "tokenizer_config.json"
     settings = read_json(settings_path, limit=20 * MEGABYTE, missing_ok=True)
     try:
-        model, normalizer = raw["model"], raw.get("normalizer")
-        added = raw.get("added_tokens", [])
-        _refuse_unsupported(model, normalizer, added)
-        special = {token["content"]: token["id"] for token in added}
-        every = (*model["vocab"].items(), *special.items())
-        if not all(isinstance(text, str) and type(i) is int for text, i in every):
-            raise ValueError("tokenizer.json maps something else than strings to whole numbers.")
-        chat_tokens = {key: _token_text(settings.get(key)) for key in ("bos_token", "eos_token")}
-        stop = _stop_ids(folder)
-        if chat_tokens["eos_token"] in special:
-            stop.append(special[chat_tokens["eos_token"]])
-        return Tokenizer(
-            model["vocab"],
-            [_pair(merge) for merge in model["merges"]],
-            special=special,
-            pattern=_pattern(raw.get("pre_tokenizer")),
-            stop_ids=stop,
-            prefix_ids=_prefix(raw.get("post_processor"), special),
-            chat_template=_template(folder, settings),
-            chat_tokens=chat_tokens,
-            nfc=normalizer is not None,
-            name=folder.name,
-        )
+        return _from_hf(raw, settings, folder)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is not a tokenizer file as Hugging Face writes it ({brief(repr(error))})."
         ) from error
 
 
+def _from_hf(raw: dict[str, Any], settings: dict[str, Any], folder: Path) -> Tokenizer:
+    model, normalizer = raw["model"], raw.get("normalizer")
+    added = raw.get("added_tokens", [])
+    _refuse_unsupported(model, normalizer, added)
+    # Vocabulary
+    special = {token["content"]: token["id"] for token in added}
+    every = (*model["vocab"].items(), *special.items())
+    if not all(isinstance(text, str) and type(i) is int for text, i in every):
+        raise ValueError("tokenizer.json maps something other than strings to whole numbers.")
+    # Ids with a role: an answer also ends with the eos_token of tokenizer_config.json.
+    chat_tokens = {key: _token_text(settings.get(key)) for key in ("bos_token", "eos_token")}
+    stop = _stop_ids(folder)
+    if chat_tokens["eos_token"] in special:
+        stop.append(special[chat_tokens["eos_token"]])
+    return Tokenizer(
+        model["vocab"],
+        [_pair(merge) for merge in model["merges"]],
+        special=special,
+        pattern=_pattern(raw.get("pre_tokenizer")),
+        stop_ids=stop,
+        prefix_ids=_prefix(raw.get("post_processor"), special),
+        chat_template=_template(folder, settings),
+        chat_tokens=chat_tokens,
+        nfc=normalizer is not None,
+        name=folder.name,
+    )
+
+
 def _refuse_unsupported(
     model: dict[str, Any], normalizer: Any, added: list[dict[str, Any]]
 ) -> None:
-    """Raise ValueError for every option that would change the ids and is not built."""
+    """Raise ValueError for each option that would change the ids and is not implemented."""
+    # How words become tokens
     if model.get("type", "BPE") != "BPE" or model.get("byte_fallback") or model.get("dropout"):
         raise ValueError(
             f"The tokenizer model {brief(model.get('type'))} is not implemented; only byte-level "
@@ -139,13 +160,15 @@ def _refuse_unsupported(
         )
     if normalizer not in (None, {"type": "NFC"}):
         raise ValueError(
-            f"The normalizer {brief(normalizer)} is not implemented; supported are none and NFC."
+            f"The normalizer {brief(normalizer)} is not implemented; only none and NFC are "
+            "supported."
         )
     for option in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(option):
             raise ValueError(
                 f"The tokenizer model's {option} {brief(model[option])} is not implemented."
             )
+    # How control tokens are found in a text
     for token in added:
         for option in ("lstrip", "rstrip", "single_word"):
             if token.get(option):
@@ -167,6 +190,7 @@ def _template(folder: Path, settings: dict[str, Any]) -> Any:
 
 
 def _token_text(value: Any) -> str:
+    """A token's text, from a string or from {"content": …}; "" for none."""
     return (value.get("content") if isinstance(value, dict) else value) or ""
 
 
@@ -179,7 +203,7 @@ def _pair(merge: str | list[str]) -> tuple[str, str]:
 
 
 def _pattern(pre: dict[str, Any] | None) -> str:
-    """The cutting pattern of a pre_tokenizer; ValueError naming one that is not implemented."""
+    """The regular expression of a pre_tokenizer; ValueError for one that is not implemented."""
     steps = pre["pretokenizers"] if pre and pre["type"] == "Sequence" else [pre]
     kinds = [step["type"] if step else None for step in steps]
     if kinds[-1:] == ["ByteLevel"] and not steps[-1].get("add_prefix_space"):
@@ -188,20 +212,22 @@ def _pattern(pre: dict[str, Any] | None) -> str:
             return _GPT2
         if kinds == ["Digits", "ByteLevel"] and cuts and first.get("individual_digits"):
             return _SMOLLM
+        # Llama 3 and Qwen: any pattern whose matches are the words
         isolates = first.get("behavior") == "Isolated" and not first.get("invert")
         if kinds == ["Split", "ByteLevel"] and not cuts and isolates:
             return _checked_pattern(first["pattern"]["Regex"])
     raise ValueError(
-        f"The pre-tokenizer {brief(pre)} is not implemented; supported are those of GPT-2, "
-        "SmolLM2, Llama 3 and Qwen."
+        f"The pre-tokenizer {brief(pre)} is not implemented; only those of GPT-2, SmolLM2, Llama 3 "
+        "and Qwen are supported."
     )
 
 
 def _checked_pattern(pattern: str) -> str:
-    """The pattern, if it cuts a text of every kind of character into words, and soon.
+    """The pattern, if it splits text of every kind of character into words, quickly.
 
     tiktoken would silently drop what a pattern does not match.
     """
+    # Length and repetitions first: no timeout stops the compiler.
     named = f"The pre-tokenizer's pattern {brief(pattern)}"
     counts = regex.findall(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}", pattern[:_PATTERN_LENGTH])
     repeats = math.prod(int(n) for pair in counts for n in pair if n.strip("0"))
@@ -210,6 +236,7 @@ def _checked_pattern(pattern: str) -> str:
             f"{named} is longer than {_PATTERN_LENGTH} characters, or repeats something more than "
             f"{_PATTERN_REPEATS} times; it cannot be used."
         )
+    # Then a trial: nothing of the sample may be left.
     try:
         left = regex.sub(pattern, "", SAMPLE, timeout=_PATTERN_SECONDS)
     except TimeoutError as error:
@@ -222,7 +249,7 @@ def _checked_pattern(pattern: str) -> str:
         ) from error
     if left:
         raise ValueError(
-            f"{named} leaves out {left!r}; only patterns that cut all text can be used."
+            f"{named} leaves out {left!r}; only patterns that match all text can be used."
         )
     return pattern
 
