@@ -32,12 +32,12 @@ def test_text_of_something_else(tmp_path):
     teacher, path = lively(n_layers=2), tmp_path / "text.safetensors"
     teacher_text(teacher, [[1, 2], [3]], 5, cache=path)
     for prompts, options in (([[9], [3]], {}), ([[1, 2]], {}), ([[1, 2], [3]], {"seed": 1})):
-        with pytest.raises(ValueError, match="was made of other prompts or with other settings"):
+        with pytest.raises(ValueError, match="was made from other prompts or with other settings"):
             teacher_text(teacher, prompts, 5, cache=path, **options)
     with pytest.raises(ValueError, match="prompts is empty"):
         teacher_text(teacher, [], 5)
     teacher.norm.fill_(math.nan)
-    with pytest.raises(ValueError, match="The teacher failed at 1 prompts: ValueError"):
+    with pytest.raises(ValueError, match="The teacher failed on 1 prompts: ValueError"):
         teacher_text(teacher, [[1]], 5)
 
 

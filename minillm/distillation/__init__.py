@@ -1,1 +1,1 @@
-"""A small model that learns a large one's habits."""
+"""A small model that learns to imitate a large one."""

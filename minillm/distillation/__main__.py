@@ -4,9 +4,9 @@
     python -m minillm.distillation --heads 3
 
 Sources: Kim and Rush 2016, section 3.2; `minillm.distillation.distill` for the loss.
-It makes a student of the default checkpoint whose drafts are worth verifying, or Medusa heads. The
-teacher writes the text (`distillation/teacher_text.py`), the student learns its distributions on it
-(α is 0), and everything is kept in a folder, so that the command goes on after an interrupt.
+It trains a student of the default checkpoint that drafts well, or Medusa heads. The teacher writes
+the text (`distillation/teacher_text.py`), and the student learns the teacher's distributions on it
+(α is 0). Everything is kept in a folder, so that an interrupted run can resume.
 """
 
 import argparse
@@ -45,13 +45,13 @@ from minillm.training import warmup_and_decay
 from minillm.weights.loading import load
 
 HELD_OUT = 1_000_000
-"""Added to the seed for conversations that the student is tried on and never trained on."""
+"""Added to the seed for the conversations that the student is tested on, not trained on."""
 ROW, ROWS = 257, 8
-"""Tokens in a row, and rows in a batch."""
+"""Tokens per row, and rows per batch."""
 
 
 def rows_of(texts: Sequence[Sequence[int]], seed: int) -> Tensor:
-    """The texts in random order, one after another, cut into rows (N, ROW)."""
+    """The texts, shuffled and concatenated, cut into rows (N, ROW)."""
     order = random.Random(seed).sample(list(texts), len(texts))
     ids = [i for text in order for i in text]
     n = len(ids) // ROW
@@ -61,9 +61,10 @@ def rows_of(texts: Sequence[Sequence[int]], seed: int) -> Tensor:
 def _data(
     teacher: Decoder, tokenizer: Tokenizer, options: argparse.Namespace
 ) -> tuple[Tensor, list[Conversation]]:
-    """Batches (N, ROWS, ROW), and some conversations that are held out."""
+    """Batches (N, ROWS, ROW) to train on, and conversations that are held out."""
     folder, seed, n = options.folder, options.seed, options.conversations
     held_out = conversations(teacher, tokenizer, 32, seed=seed + HELD_OUT, cache=folder / "tried")
+    # The teacher's conversations, code that it continues, and code that it did not write.
     chat = conversations(teacher, tokenizer, n, seed=seed, cache=folder)
     texts = [conversation.prompt + conversation.answer for conversation in chat]
     texts += continued_code(teacher, tokenizer, n // 6, seed=seed, cache=folder)
@@ -75,7 +76,7 @@ def _data(
 
 
 def _epochs(batches: Tensor, n_steps: int, seed: int) -> Iterator[Tensor]:
-    """So many batches, in another order each time all of them have come."""
+    """n_steps batches, in a new random order in each epoch."""
     for start in range(0, n_steps, len(batches)):
         order = random.Random(seed + start).sample(range(len(batches)), len(batches))
         yield from (batches[i] for i in order[: n_steps - start])
@@ -84,40 +85,37 @@ def _epochs(batches: Tensor, n_steps: int, seed: int) -> Iterator[Tensor]:
 def try_student(
     student: Decoder, teacher: Decoder, tried: Sequence[Conversation], n_drafted: int = 8
 ) -> dict[str, Any]:
-    """The student's KL and agreement on the teacher's answers, and what it drafts is worth.
+    """The student's KL and agreement on the teacher's answers, and what its drafts are worth.
 
-    "drafts": [verified, accepted] guesses for each of the first `n_drafted` conversations, with 4
-    guesses a pass and 64 greedy tokens.
+    "drafts": [verified, accepted] draft tokens for each of the first `n_drafted` conversations,
+    with 4 draft tokens a pass and 64 greedy tokens.
     """
     apart = [difference(student, teacher, c.prompt + c.answer, first=len(c.prompt)) for c in tried]
-    n = [len(c.answer) for c in tried]
-    drafter = ModelDrafter(student)
+    n = [len(c.answer) for c in tried]  # the weights of a mean over tokens
     return {
         "kl": sum(d.kl * k for d, k in zip(apart, n, strict=True)) / sum(n),
         "agreement": sum(d.agreement * k for d, k in zip(apart, n, strict=True)) / sum(n),
-        "drafts": drafts(drafter, teacher, tried[:n_drafted], 4),
+        "drafts": drafts(ModelDrafter(student), teacher, tried[:n_drafted], 4),
     }
 
 
 def drafts(
     drafter: Drafter, teacher: Decoder, tried: Sequence[Conversation], k: int
 ) -> list[list[int]]:
-    """[verified, accepted] guesses of 64 greedy tokens in each conversation."""
+    """[verified, accepted] draft tokens for 64 greedy tokens of each conversation."""
     results = [speculative_generate(teacher, drafter, c.prompt, 64, k=k) for c in tried]
     return [[result.drafted, result.accepted] for result in results]
 
 
 def _train_student(options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
+    """Write the text in bfloat16, then distil in float32; returns the file and its record."""
     start = time.perf_counter()
     teacher, tokenizer = load(dtype="bfloat16")
     assert tokenizer is not None
     batches, tried = _data(teacher, tokenizer, options)
     written = time.perf_counter()
     teacher, _ = load(dtype="float32")
-    # The first and the last layers learn faster than evenly chosen ones.
-    last = len(teacher.layers) - options.layers // 2
-    chosen = [*range(options.layers - options.layers // 2), *range(last, len(teacher.layers))]
-    student = make_student(teacher, options.layers, chosen=chosen)
+    student = _new_student(teacher, options.layers)
     before = try_student(student, teacher, tried)
     losses = distill(
         teacher, student, _epochs(batches, options.steps, options.seed),
@@ -128,19 +126,26 @@ def _train_student(options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     trained = time.perf_counter()
     path = options.folder / "student.safetensors"
     save_student(student, path)
-    return path, {
-        "tokens of text": batches.numel(),
-        # Of this run: less if parts of the text and of the training were there.
-        "seconds": {"text": round(written - start), "training": round(trained - written)},
-        "loss": [round(loss, 4) for loss in losses],
+    return path, _run_record(batches, (start, written, trained), losses) | {
         "tried": [[c.prompt, c.answer] for c in tried],
         "before": before,
         "after": try_student(load_student(teacher, path=path), teacher, tried),
     }
 
 
+def _new_student(teacher: Decoder, n_layers: int) -> Decoder:
+    """An untrained student: the first and the last layers learn faster than evenly spaced ones."""
+    n_last = n_layers // 2
+    first_of_last = len(teacher.layers) - n_last
+    chosen = [*range(n_layers - n_last), *range(first_of_last, len(teacher.layers))]
+    return make_student(teacher, n_layers, chosen=chosen)
+
+
 def _train_heads(options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
-    """Two rows at a time: each is scored over the whole vocabulary by every head."""
+    """Medusa heads; returns their file and its record.
+
+    Batches have only two rows, since every head computes logits over the whole vocabulary.
+    """
     start = time.perf_counter()
     teacher, tokenizer = load(dtype="float32")
     assert tokenizer is not None
@@ -156,12 +161,22 @@ def _train_heads(options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     path = options.folder / "medusa.safetensors"
     save_heads(heads, path)
     drafter = MedusaDrafter(load_heads(path))
-    return path, {
-        "tokens of text": batches.numel(),
-        "seconds": {"text": round(written - start), "training": round(trained - written)},
-        "loss": [round(loss, 4) for loss in losses],
+    return path, _run_record(batches, (start, written, trained), losses) | {
         "tried": [[c.prompt, c.answer] for c in tried[:8]],
         "after": {"drafts": drafts(drafter, teacher, tried[:8], options.heads)},
+    }
+
+
+def _run_record(
+    batches: Tensor, times: tuple[float, float, float], losses: list[float]
+) -> dict[str, Any]:
+    """Text, time and loss of a run. times: at its start, after the text, after the training."""
+    start, written, trained = times
+    return {
+        "tokens of text": batches.numel(),
+        # Of this run only, which may have found text or a checkpoint of an earlier one.
+        "seconds": {"text": round(written - start), "training": round(trained - written)},
+        "loss": [round(loss, 4) for loss in losses],
     }
 
 
@@ -169,19 +184,25 @@ def main(arguments: list[str] | None = None) -> int:
     """Write the text, train on it, save the result with a record of how it was made."""
     parser = Parser(
         prog="python -m minillm.distillation",
-        description="Train a student of the default checkpoint on text that its teacher writes.",
+        description="Train a student of the default checkpoint on text written by its teacher.",
     )
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=4, help="layers of the student")
     parser.add_argument(
-        "--heads", type=int, default=0, help="so many Medusa heads instead of a student"
+        "--heads", type=int, default=0, metavar="N", help="train N Medusa heads, not a student"
     )
-    parser.add_argument("--conversations", type=int, default=2400, help="questions to be asked")
     parser.add_argument(
-        "--steps", type=int, default=2200, help="of 8 rows of 256 tokens; 2 rows for heads"
+        "--conversations", type=int, default=2400, help="conversations that the teacher writes"
     )
-    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument(
+        "--steps", type=int, default=2200,
+        help="training steps, each on 8 rows of 256 tokens (with --heads: 2 rows)",
+    )  # fmt: skip
+    parser.add_argument("--lr", type=float, default=1.5e-3, help="the highest learning rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=Path("build/distill"))
+    parser.add_argument(
+        "--folder", type=Path, default=Path("build/distill"),
+        help="for the text, checkpoints and the result",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     return run(lambda: _train(options))
 

@@ -1,17 +1,17 @@
-"""Distillation: a small model learns a large one's habits.
+"""Distillation: a small model learns to imitate a large one.
 
 Sources: Hinton et al. 2015, section 2 (soft targets, temperature); Kim and Rush 2016, section 3.2
 (learning from text that the teacher wrote); Romero et al. 2015 (FitNets: inner activations too).
 Cost: a forward pass of the teacher and three of the student for each token.
 
-A text says which token came. A teacher says how likely each of all tokens was: that "cat" could
+A text shows which token came next. A teacher tells how likely every token was: that "cat" could
 have been "dog" but not "of". With p and q the teacher's and the student's distributions, both
 softened by a temperature T,
 
     loss = α · cross entropy of the text + (1 - α) · T² · KL(p ‖ q) + states · mean (h_t - h_s)²
 
-T² keeps the gradients of the soft targets as large as at T = 1; h are the last normalized states.
-`python -m minillm.distillation` is the command that trained the packaged student.
+T² keeps the gradients of the soft targets as large as at T = 1; h are the last hidden states,
+normalized. `python -m minillm.distillation` is the command that trained the packaged student.
 """
 
 from collections.abc import Callable, Iterable
@@ -37,8 +37,8 @@ def distillation_loss(
 ) -> Callable[[Tensor], Tensor]:
     """The loss above as a function of a batch of token ids (B, T), T at least 2.
 
-    remember: keep the teacher's states of every batch, in bfloat16, for the next time it comes:
-    2 C bytes a token.
+    remember: keep the teacher's hidden states of every batch, in bfloat16, for when the batch comes
+    again. This takes 2 C bytes a token.
     """
     known: dict[bytes, Tensor] = {}
 
@@ -52,18 +52,19 @@ def distillation_loss(
 
     def loss(tokens: Tensor) -> Tensor:
         inputs, targets = tokens[:, :-1], tokens[:, 1:].flatten()
-        mine = student.hidden(inputs)
+        mine = student.hidden(inputs)  # (B, T - 1, C)
         logits = student.head(mine).flatten(0, 1).float()  # (B (T - 1), V)
+        # α · cross entropy of the text
         total = alpha * F.cross_entropy(logits, targets) if alpha else logits.new_zeros(())
         if alpha < 1 or states:
             with torch.no_grad():
                 theirs = teacher_states(inputs)
-                soft = (teacher.head(theirs).flatten(0, 1).float() / temperature).softmax(-1)
-            if alpha < 1:
-                q = (logits / temperature).log_softmax(-1)
-                kl = F.kl_div(q, soft, reduction="batchmean")
+                p = (teacher.head(theirs).flatten(0, 1).float() / temperature).softmax(-1)
+            if alpha < 1:  # (1 - α) · T² · KL(p ‖ q)
+                log_q = (logits / temperature).log_softmax(-1)
+                kl = F.kl_div(log_q, p, reduction="batchmean")
                 total = total + (1 - alpha) * temperature**2 * kl
-            if states:
+            if states:  # states · mean (h_t - h_s)²
                 total = total + states * F.mse_loss(mine.float(), theirs.float())
         return total
 
@@ -86,10 +87,28 @@ def distill(
 ) -> list[float]:
     """Train `student` in place on batches of token ids (B, T); returns the loss before each step.
 
-    alpha: the share of the text's own loss, from 0 to 1. temperature above 0. states: the weight of
-    the difference of the last states, for models of equal width. What the student shares with the
-    teacher stays as it is. remember: as in `distillation_loss`. The rest as in `training.fit`.
+    alpha: the weight of the text's own loss, from 0 to 1. temperature: above 0. states: the weight
+    of the difference between the last hidden states, for models of equal width. Parameters that the
+    student shares with the teacher stay as they are. remember: as in `distillation_loss`. Other
+    arguments as in `training.fit`.
+    ValueError for numbers out of range and for models whose vocabularies or widths differ.
     """
+    _check(teacher, student, alpha=alpha, temperature=temperature, states=states)
+    theirs = {id(p) for p in teacher.parameters()}
+    learned = [p for p in student.parameters() if id(p) not in theirs]
+    loss = distillation_loss(
+        teacher, student, alpha=alpha, temperature=temperature, states=states, remember=remember
+    )
+    return fit(
+        student, learned, batches, loss, lr=lr, checkpoint=checkpoint, total=total,
+        autocast=autocast,
+    )  # fmt: skip
+
+
+def _check(
+    teacher: Decoder, student: Decoder, *, alpha: float, temperature: float, states: float
+) -> None:
+    """ValueError for numbers out of range and for two models that cannot be compared."""
     for name, value, least, most in (
         ("alpha", alpha, 0, 1), ("temperature", temperature, 1e-3, 1e3), ("states", states, 0, 1e6)
     ):  # fmt: skip
@@ -105,10 +124,3 @@ def distill(
             f"The student is {student.config.d_model} wide and the teacher "
             f"{teacher.config.d_model}; leave states at 0."
         )
-    theirs = {id(p) for p in teacher.parameters()}
-    learned = [p for p in student.parameters() if id(p) not in theirs]
-    loss = distillation_loss(
-        teacher, student, alpha=alpha, temperature=temperature, states=states, remember=remember
-    )
-    options = {"checkpoint": checkpoint, "total": total, "autocast": autocast}
-    return fit(student, learned, batches, loss, lr=lr, **options)

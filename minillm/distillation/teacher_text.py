@@ -1,8 +1,8 @@
-"""Text that a teacher wrote: what a student that drafts for it has to guess.
+"""Text written by the teacher: what a student that drafts for it has to predict.
 
 Sources: Kim and Rush 2016, section 3.2 (sequence-level distillation); Xu et al. 2024 (Magpie): a
-chat model that is given the beginning of a user's turn, and nothing more, writes the question too.
-Cost: a decode step of the teacher for each token; the batched engine shares it among 64 requests.
+chat model that is given only the beginning of a user's turn writes the question, too.
+Cost: a decode step of the teacher for each token, shared by the batched engine among 64 requests.
 """
 
 import random
@@ -24,11 +24,11 @@ from minillm.tools.checks import check_whole
 from minillm.training import save_whole
 
 AT_ONCE = 64
-"""Requests in a batch."""
+"""Requests per batch."""
 
 
 class Conversation(NamedTuple):
-    """Token ids: all up to the answer, and the answer, with its stop token if it came in time."""
+    """Token ids: all before the answer, then the answer, with its stop token unless cut off."""
 
     prompt: list[int]
     answer: list[int]
@@ -47,17 +47,19 @@ def teacher_text(
 ) -> list[list[int]]:
     """Each prompt with the teacher's own continuation, of at most n_new tokens.
 
-    Sampled by the batched engine, request i with seed + i. cache: a .safetensors file that is read
-    if it is there, and written otherwise. ValueError for no prompts, for a cache made of other
-    prompts or with other settings, and for a teacher that fails.
+    Sampled by the batched engine, request i with seed + i. cache: a .safetensors file, read if it
+    exists and written otherwise. ValueError for no prompts, for a cache made from other prompts or
+    with other settings, and for a teacher that fails.
     """
     if not prompts:
         raise ValueError("prompts is empty; give at least one.")
     stops = list(stop_ids)
+    # As text, since a .safetensors file's metadata holds nothing else.
     asked = {"n_new": n_new, "temperature": temperature, "top_p": top_p, "stop": stops}
     settings = {name: str(value) for name, value in (asked | {"seed": seed}).items()}
     if cache is not None and cache.exists():
         return _cached(cache, prompts, settings)
+    # Blocks for as many of the longest requests as run at once: nobody is preempted.
     longest = max(map(len, prompts)) + n_new
     at_once = min(AT_ONCE, len(prompts))
     config = EngineConfig(n_blocks=at_once * -(-longest // 16) + 1, max_seqs=at_once)
@@ -69,7 +71,7 @@ def teacher_text(
     ]  # fmt: skip
     done = engine.run()
     if errors := [done[n].error for n in numbers if done[n].error]:
-        raise ValueError(f"The teacher failed at {len(errors)} prompts: {errors[0]}")
+        raise ValueError(f"The teacher failed on {len(errors)} prompts: {errors[0]}")
     texts = [[*p, *done[n].tokens] for p, n in zip(prompts, numbers, strict=True)]
     if cache is not None:
         ids = torch.tensor([i for text in texts for i in text], dtype=torch.int32)
@@ -81,15 +83,16 @@ def teacher_text(
 def _cached(
     path: Path, prompts: Sequence[Sequence[int]], settings: dict[str, str]
 ) -> list[list[int]]:
+    """The texts of a cache file; ValueError if it was made for something else."""
     with safe_open(path, "pt") as file:
         stored = {name: file.get_tensor(name) for name in ("ids", "lengths")}
-        same = file.metadata() == settings
+        same_settings = file.metadata() == settings
     texts = [row.tolist() for row in stored["ids"].split(stored["lengths"].tolist())]
-    begin = len(texts) == len(prompts) and all(
+    same_prompts = len(texts) == len(prompts) and all(
         text[: len(p)] == list(p) for text, p in zip(texts, prompts, strict=True)
     )
-    if not (same and begin):
-        raise ValueError(f"{path} was made of other prompts or with other settings; delete it.")
+    if not (same_settings and same_prompts):
+        raise ValueError(f"{path} was made from other prompts or with other settings; delete it.")
     return texts
 
 
@@ -105,10 +108,11 @@ def conversations(
 ) -> list[Conversation]:
     """At most n conversations of one question and one answer, both written by the teacher.
 
-    question, answer: tokens at most. A question that does not end in time is dropped, about every
-    third. cache: a folder, in which each batch is kept, so that it can go on after an interrupt.
+    question, answer: the most tokens of each. A question that has not ended by then is dropped.
+    cache: a folder that keeps each batch, so that an interrupted call can resume.
     """
     check_whole("n", n)
+    # The chat template around a question: ids before it, and ids from its stop token on.
     marker = tokenizer.encode("?")
     chat = tokenizer.chat([{"role": "user", "content": "?"}])
     at = chat.index(marker[0])
@@ -121,7 +125,7 @@ def conversations(
             teacher, [before] * count, question, top_p=0.95, stop_ids=stop, seed=seed + start,
             cache=files[0],
         )  # fmt: skip
-        # `after` begins with the stop token that ends the question.
+        # Without its own stop token, since `after` begins with it.
         whole = [text[:-1] + after for text in asked if text[-1] in stop]
         if whole:
             texts = teacher_text(
@@ -134,7 +138,7 @@ def conversations(
 
 
 def library_text() -> str:
-    """The source of Python's standard library: code and prose that every machine has."""
+    """The source of Python's standard library: code and prose found on every machine."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     return "".join(
         path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.py"))
@@ -151,7 +155,7 @@ def continued_code(
     seed: int = 0,
     cache: Path | None = None,
 ) -> list[list[int]]:
-    """n pieces of the standard library, of `given` tokens each, and what the teacher adds."""
+    """n pieces of the standard library, of `given` tokens each, continued by the teacher."""
     lines, stream = library_text().splitlines(keepends=True), random.Random(seed)
     starts = [stream.randrange(len(lines) - given) for _ in range(n)]
     prompts = [tokenizer.encode("".join(lines[i : i + given]))[:given] for i in starts]
