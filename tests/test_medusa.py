@@ -22,7 +22,7 @@ def test_the_heads_by_their_formula():
     torch.testing.assert_close(new(h)[:, :, 1], h)
 
 
-def test_guesses_are_the_likeliest_of_each_head():
+def test_draft_tokens_are_the_greedy_ones_of_each_head():
     model, heads = lively(), lively_heads(3)
     state = torch.randn(24)
     session = MedusaDrafter(heads).start(model, 99, None)

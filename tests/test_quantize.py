@@ -39,15 +39,15 @@ def numbers(N: int, K: int, seed: int = 0) -> Tensor:
 def test_eight_numbers_by_hand():
     """absmax: 12.7 becomes 127; a group's least and largest number become 0 and 15."""
     row = torch.tensor([[0.1, -12.7, 6.35, 0.04, 0.0, 3.2, -3.2, 12.7]])
-    grid = to_int8(row)
+    matrix = to_int8(row)
     scale = torch.tensor(0.1).bfloat16().item()
-    assert grid.scale.tolist() == [scale]
-    assert grid.q.tolist() == [[round(x / scale) for x in row[0].tolist()]]
-    grid = to_int4(torch.tensor([[0.0, 1.0, 2.0, 15.0]]), 4)
-    assert grid.q.tolist() == [[0, 1, 2, 15]] and grid.scale.item() == 1
-    assert grid.zero.item() == 8
-    grid = to_int4(torch.tensor([[-7.0, 0.0, 3.4, 7.0]]), 4, symmetric=True)
-    assert grid.q.tolist() == [[1, 8, 11, 15]] and grid.zero.item() == 0
+    assert matrix.scale.tolist() == [scale]
+    assert matrix.q.tolist() == [[round(x / scale) for x in row[0].tolist()]]
+    matrix = to_int4(torch.tensor([[0.0, 1.0, 2.0, 15.0]]), 4)
+    assert matrix.q.tolist() == [[0, 1, 2, 15]] and matrix.scale.item() == 1
+    assert matrix.zero.item() == 8
+    matrix = to_int4(torch.tensor([[-7.0, 0.0, 3.4, 7.0]]), 4, symmetric=True)
+    assert matrix.q.tolist() == [[1, 8, 11, 15]] and matrix.zero.item() == 0
 
 
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(0, 99), st.floats(1e-6, 1e6))
@@ -55,13 +55,13 @@ def test_eight_numbers_by_hand():
 def test_the_error_is_half_a_step(N, K, seed, size):
     """No number is farther from its place than half a step, and the ends' rounding."""
     w = numbers(N, 32 * K, seed) * size
-    for grid, groups in (
+    for matrix, groups in (
         (to_int8(w), 1),
         (to_int4(w, 32), K),
         (to_int4(w, 32, symmetric=True), K),
     ):
-        error = (grid.dequantized() - w).abs().unflatten(1, (groups, -1)).amax(-1)
-        step = grid.scale.float().reshape(N, -1)
+        error = (matrix.dequantized() - w).abs().unflatten(1, (groups, -1)).amax(-1)
+        step = matrix.scale.float().reshape(N, -1)
         # Scales and zeros have 8 bits: the farthest number may lie a little beyond the last step.
         largest = w.abs().unflatten(1, (groups, -1)).amax(-1)
         assert (error <= step / 2 + largest / 128).all()
@@ -70,9 +70,9 @@ def test_the_error_is_half_a_step(N, K, seed, size):
 def test_what_is_constant_is_exact():
     for value in (0.0, 0.5, -2.0):
         w = torch.full((3, 64), value)
-        for grid in (to_int8(w), to_int4(w, 32), to_int4(w, 64)):
-            assert grid.dequantized().isfinite().all()
-            torch.testing.assert_close(grid.dequantized(), w, atol=0, rtol=2**-7)
+        for matrix in (to_int8(w), to_int4(w, 32), to_int4(w, 64)):
+            assert matrix.dequantized().isfinite().all()
+            torch.testing.assert_close(matrix.dequantized(), w, atol=0, rtol=2**-7)
 
 
 @given(st.integers(1, 20), st.integers(1, 40), st.integers(0, 9))
@@ -100,16 +100,16 @@ def test_a_grid_is_found_again():
 def test_product(bias, kind, rows):
     """What is stored is what is computed with: bfloat16's rounding is all that differs."""
     w, b = numbers(48, 128), torch.randn(48).bfloat16() if bias else None
-    grid = to_int8(w) if kind == "int8" else to_int4(w, 64 if "64" in kind else 32)
-    layer = (Int8Linear if kind == "int8" else Int4Linear)(grid, b)
+    matrix = to_int8(w) if kind == "int8" else to_int4(w, 64 if "64" in kind else 32)
+    layer = (Int8Linear if kind == "int8" else Int4Linear)(matrix, b)
     x = torch.randn(2, rows, 128).bfloat16()
-    expected = x.double() @ grid.dequantized().double().T
+    expected = x.double() @ matrix.dequantized().double().T
     expected = expected if b is None else expected + b.double()
     out = layer(x)
     assert out.shape == (2, rows, 48) and out.dtype == torch.bfloat16
     error = (out.double() - expected).abs().max() / expected.abs().max()
     assert error < 0.01
-    torch.testing.assert_close(layer.dequantized(), grid.dequantized(), atol=0.02, rtol=0.01)
+    torch.testing.assert_close(layer.dequantized(), matrix.dequantized(), atol=0.02, rtol=0.01)
 
 
 def test_float32_activations_are_refused():
@@ -128,9 +128,9 @@ def test_int8_at_any_address_and_width(rows, K, at):
         memory = x.new_empty(x.numel() + at)[at:].view(x.shape)
         return memory.copy_(x)
 
-    grid, x = to_int8(numbers(24, K)), numbers(rows, K, seed=1).bfloat16()
-    layer = Int8Linear(QuantizedMatrix(moved(grid.q), grid.scale))
-    expected = x.float() @ grid.dequantized().T
+    matrix, x = to_int8(numbers(24, K)), numbers(rows, K, seed=1).bfloat16()
+    layer = Int8Linear(QuantizedMatrix(moved(matrix.q), matrix.scale))
+    expected = x.float() @ matrix.dequantized().T
     torch.testing.assert_close(layer(moved(x)).float(), expected, rtol=0.02, atol=0.1)
 
 
@@ -295,9 +295,9 @@ def test_gptq_and_awq_lose_less_than_rounding(bits, symmetric):
     scaled, columns = awq(w, inputs, 32, **options)
     assert error(solved.dequantized()) < 0.5 * error(rounded.dequantized())
     assert error(scaled.dequantized() * columns) < error(rounded.dequantized())
-    for grid in (rounded, solved, scaled):
-        assert len(grid.q.unique()) <= (2**bits - 1 if symmetric else 2**bits)
-        assert grid.q.shape == (24, 128) and grid.scale.shape == (24, 4)
+    for matrix in (rounded, solved, scaled):
+        assert len(matrix.q.unique()) <= (2**bits - 1 if symmetric else 2**bits)
+        assert matrix.q.shape == (24, 128) and matrix.scale.shape == (24, 4)
     assert output_error(rounded.dequantized() - w, inputs.moments) == pytest.approx(
         1000 / 1000 * float((x @ (rounded.dequantized() - w).T).square().sum() / 1000), rel=1e-3
     )
@@ -312,8 +312,8 @@ def test_gptq_without_correlation_is_rounding():
 def test_gptq_bears_columns_that_are_never_used():
     x = correlated(500, 64)
     x[:, 10:20] = 0
-    grid = gptq(numbers(8, 64), inputs_of(x).moments, 32)
-    assert grid.dequantized().isfinite().all()
+    matrix = gptq(numbers(8, 64), inputs_of(x).moments, 32)
+    assert matrix.dequantized().isfinite().all()
 
 
 @pytest.mark.parametrize("scheme", ["gptq", "awq"])
@@ -324,11 +324,13 @@ def test_models_with_calibration(scheme):
     small = quantize(model, scheme, calibration=batches[0], group_size=32)
     inputs = collect(model, batches)["layers.1.down"]
     w, layer = model.layers[1].down.weight, small.layers[1].down
-    grid, columns = (gptq(w, inputs.moments, 32), None) if scheme == "gptq" else awq(w, inputs, 32)
-    torch.testing.assert_close(layer.dequantized(), grid.dequantized(), atol=0.01, rtol=0.01)
+    matrix, columns = (
+        (gptq(w, inputs.moments, 32), None) if scheme == "gptq" else awq(w, inputs, 32)
+    )
+    torch.testing.assert_close(layer.dequantized(), matrix.dequantized(), atol=0.01, rtol=0.01)
     x = torch.randn(1, 3, 96).bfloat16()
     scaled = x.float() if columns is None else x.float() * columns
-    expected = scaled @ grid.dequantized().T
+    expected = scaled @ matrix.dequantized().T
     assert (layer(x).float() - expected).abs().max() < 0.02 * expected.abs().max()
     rounded = quantize(model, "int4")
     kl = {s: difference(m, model, batches[0][0].tolist()).kl for s, m in
@@ -395,13 +397,15 @@ def test_not_twice_and_not_what_is_not_a_number():
 
 def test_the_grid_is_what_the_few_rows_kernel_reads():
     """q, scale and zero in the order that `kernels/few_rows.py` has in its docstring."""
-    grid = to_int4(numbers(6, 64), 32)
+    matrix = to_int4(numbers(6, 64), 32)
     by_hand = torch.empty(6, 64)
-    packed = pack(grid.q)
+    packed = pack(matrix.q)
     for n in range(6):
         for k in range(64):
             byte = int(packed[n, k // 2])
             q = byte & 15 if k % 2 == 0 else byte >> 4
-            by_hand[n, k] = float(grid.scale[n, k // 32]) * (q - 8) + float(grid.zero[n, k // 32])
-    assert torch.equal(by_hand, grid.dequantized())
-    assert QuantizedMatrix(grid.q, grid.scale, grid.zero).group_size == 32
+            by_hand[n, k] = float(matrix.scale[n, k // 32]) * (q - 8) + float(
+                matrix.zero[n, k // 32]
+            )
+    assert torch.equal(by_hand, matrix.dequantized())
+    assert QuantizedMatrix(matrix.q, matrix.scale, matrix.zero).group_size == 32

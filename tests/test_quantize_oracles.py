@@ -55,11 +55,11 @@ def in_groups(w: Tensor) -> Tensor:
     return w.unflatten(1, (-1, GROUP))
 
 
-def places(w: Tensor, grid: QuantizedMatrix) -> Tensor:
+def places(w: Tensor, matrix: QuantizedMatrix) -> Tensor:
     """Where W's numbers lie on a grid, before they are rounded; by its docstring, in float64."""
-    if grid.zero is None:
-        return w.double() / grid.scale.double()[:, None]
-    scale, zero = grid.scale.double()[..., None], grid.zero.double()[..., None]
+    if matrix.zero is None:
+        return w.double() / matrix.scale.double()[:, None]
+    scale, zero = matrix.scale.double()[..., None], matrix.zero.double()[..., None]
     return ((in_groups(w.double()) - zero) / scale + 8).flatten(1)
 
 
@@ -76,9 +76,9 @@ def test_int8_against_q8_0(step):
     """Q8_0 is a scale for 32 numbers: int8 with rows of 32."""
     rows = numbers(30 * step, 0.0).view(-1, GROUP).clamp(-126 * step, 126 * step)
     rows[:, 7] = -127 * step
-    grid = to_int8(rows)
-    assert (grid.scale == step).all()
-    assert_same_steps(grid.q, ggml(rows, GGMLQuantizationType.Q8_0) / step, places(rows, grid))
+    matrix = to_int8(rows)
+    assert (matrix.scale == step).all()
+    assert_same_steps(matrix.q, ggml(rows, GGMLQuantizationType.Q8_0) / step, places(rows, matrix))
 
 
 @pytest.mark.parametrize("step", [2**-9, 2**-4, 2.0])
@@ -89,10 +89,10 @@ def test_int4_against_q4_1(zero, step):
     groups = in_groups(w)
     groups[..., 3], groups[..., 20] = -8 * step, 7 * step
     w += zero * step
-    grid = to_int4(w, GROUP)
-    assert (grid.scale == step).all() and (grid.zero == zero * step).all()
+    matrix = to_int4(w, GROUP)
+    assert (matrix.scale == step).all() and (matrix.zero == zero * step).all()
     q = ggml(w, GGMLQuantizationType.Q4_1) / step - zero + 8
-    assert_same_steps(grid.q, q, places(w, grid))
+    assert_same_steps(matrix.q, q, places(w, matrix))
 
 
 # PyTorch's own
@@ -113,12 +113,12 @@ def fake_quantized(rows: Tensor, scale: Tensor, least: Tensor, steps: int) -> Te
 @settings(deadline=None, max_examples=40)
 def test_int8_against_pytorch(N, K, seed, size):
     w = torch.randn(N, 8 * K, generator=torch.Generator().manual_seed(seed)) * size
-    grid = to_int8(w)
-    scale, zero = grid.scale.float(), torch.zeros(N, dtype=torch.int32)
+    matrix = to_int8(w)
+    scale, zero = matrix.scale.float(), torch.zeros(N, dtype=torch.int32)
     theirs = torch.fake_quantize_per_channel_affine(w, scale, zero, 0, -127, 127)
     q = (theirs / scale[:, None]).round()
-    assert_same_steps(grid.q, q, places(w, grid))
-    assert torch.equal(QuantizedMatrix(q, grid.scale).dequantized(), theirs)
+    assert_same_steps(matrix.q, q, places(w, matrix))
+    assert torch.equal(QuantizedMatrix(q, matrix.scale).dequantized(), theirs)
 
 
 @pytest.mark.parametrize("bits", [4, 3, 2])
@@ -127,12 +127,12 @@ def test_int8_against_pytorch(N, K, seed, size):
 def test_int4_against_pytorch(size, shift, symmetric, bits):
     """A channel of theirs is a group of ours."""
     w = numbers(size, shift)
-    grid = to_int4(w, GROUP, symmetric=symmetric, bits=bits)
-    scale, zero = grid.scale.float().flatten(), grid.zero.float().flatten()
+    matrix = to_int4(w, GROUP, symmetric=symmetric, bits=bits)
+    scale, zero = matrix.scale.float().flatten(), matrix.zero.float().flatten()
     steps = 2**bits - 2 if symmetric else 2**bits - 1
     first = 8 - steps // 2 if symmetric else 0
     theirs = fake_quantized(w.view(-1, GROUP), scale, zero + (first - 8) * scale, steps)
-    assert_same_steps(grid.q, first + theirs.view_as(w), places(w, grid))
+    assert_same_steps(matrix.q, first + theirs.view_as(w), places(w, matrix))
 
 
 # torchao
@@ -152,15 +152,15 @@ def ao():
 @pytest.mark.parametrize(("size", "shift"), CASES)
 def test_int8_against_torchao(ao, size, shift):
     w = numbers(size, shift)
-    grid, rows = to_int8(w), (1, w.shape[1])
+    matrix, rows = to_int8(w), (1, w.shape[1])
     scale, zero = ao.choose_qparams_affine(
         w, ao.MappingType.SYMMETRIC, rows, torch.int8, -127, 127, scale_dtype=torch.bfloat16
     )
-    assert torch.equal(scale, grid.scale) and not zero.any()
+    assert torch.equal(scale, matrix.scale) and not zero.any()
     q = ao.quantize_affine(w, rows, scale.float(), zero, torch.int8, -127, 127)
-    assert_same_steps(grid.q, q, places(w, grid))
+    assert_same_steps(matrix.q, q, places(w, matrix))
     theirs = ao.dequantize_affine(q, rows, scale.float(), zero, torch.int8, -127, 127)
-    assert torch.equal(QuantizedMatrix(q, grid.scale).dequantized(), theirs)
+    assert torch.equal(QuantizedMatrix(q, matrix.scale).dequantized(), theirs)
 
 
 @pytest.mark.parametrize("bits", [4, 3, 2])
@@ -168,35 +168,35 @@ def test_int8_against_torchao(ao, size, shift):
 def test_symmetric_int4_against_torchao(ao, size, shift, bits):
     """Their whole numbers are around 0, ours around 8."""
     w, groups, most = numbers(size, shift), (1, GROUP), 2 ** (bits - 1) - 1
-    grid = to_int4(w, GROUP, symmetric=True, bits=bits)
+    matrix = to_int4(w, GROUP, symmetric=True, bits=bits)
     scale, zero = ao.choose_qparams_affine(
         w, ao.MappingType.SYMMETRIC, groups, torch.int8, -most, most,
         scale_dtype=torch.bfloat16, keepdim=True,
     )  # fmt: skip
-    assert torch.equal(scale, grid.scale) and not zero.any() and not grid.zero.any()
+    assert torch.equal(scale, matrix.scale) and not zero.any() and not matrix.zero.any()
     q = ao.quantize_affine(w, groups, scale.float(), zero, torch.int8, -most, most)
-    assert_same_steps(grid.q, q + 8, places(w, grid))
+    assert_same_steps(matrix.q, q + 8, places(w, matrix))
     theirs = ao.dequantize_affine(q, groups, scale.float(), zero, torch.int8, -most, most)
-    assert torch.equal(QuantizedMatrix(q + 8, grid.scale, grid.zero).dequantized(), theirs)
+    assert torch.equal(QuantizedMatrix(q + 8, matrix.scale, matrix.zero).dequantized(), theirs)
 
 
 @pytest.mark.parametrize(("size", "shift"), CASES)
 def test_int4_against_torchao(ao, size, shift):
     """Its grid for the product of PyTorch has our form: a zero in the middle, between steps."""
     w, groups = numbers(size, shift), (1, GROUP)
-    grid = to_int4(w, GROUP)
+    matrix = to_int4(w, GROUP)
     own_scale, own_zero = ao._choose_qparams_affine_tinygemm(
         w, ao.MappingType.ASYMMETRIC, groups, torch.uint8, 0, 15, scale_dtype=torch.bfloat16
     )
-    assert torch.equal(own_scale, grid.scale)
+    assert torch.equal(own_scale, matrix.scale)
     # Ours is in the middle of the rounded scale's steps, rounded itself.
-    off = (grid.zero.float() - own_zero).abs()
+    off = (matrix.zero.float() - own_zero).abs()
     assert (off <= 8 * own_scale.float() * BF16 * 1.01 + own_zero.abs() * BF16 * 1.01).all()
-    scale, zero = grid.scale.float(), grid.zero.float()
+    scale, zero = matrix.scale.float(), matrix.zero.float()
     q = ao._quantize_affine_tinygemm(w, groups, scale, zero, torch.uint8, 0, 15)
-    assert_same_steps(grid.q, q, places(w, grid))
+    assert_same_steps(matrix.q, q, places(w, matrix))
     theirs = ao._dequantize_affine_tinygemm(q, groups, scale, zero, torch.uint8, 0, 15)
-    mine = QuantizedMatrix(q, grid.scale, grid.zero).dequantized()
+    mine = QuantizedMatrix(q, matrix.scale, matrix.zero).dequantized()
     torch.testing.assert_close(mine, theirs, atol=float(w.abs().max()) * 2**-22, rtol=2**-22)
 
 
@@ -205,7 +205,7 @@ def test_w8a8_against_torchao(ao):
     from torchao.kernel.intmm import int_scaled_matmul
 
     w, x = numbers(0.05, 0.0), numbers(1.0, 0.0, N=40).bfloat16()
-    grid, rows = to_int8(w), (1, x.shape[1])
+    matrix, rows = to_int8(w), (1, x.shape[1])
     scale, zero = ao.choose_qparams_affine(
         x.float(), ao.MappingType.SYMMETRIC, rows, torch.int8, -127, 127
     )
@@ -213,8 +213,8 @@ def test_w8a8_against_torchao(ao):
     q, own_scale = rounded(x)
     torch.testing.assert_close(own_scale.flatten(), scale.flatten(), atol=0, rtol=1e-6)
     assert_same_steps(q, theirs, x.double() / own_scale.double())
-    y = int_scaled_matmul(theirs, grid.q.T.contiguous(), scale.view(-1, 1)) * grid.scale.float()
-    assert (W8A8Linear(grid)(x).float() - y).abs().max() < 0.005 * y.abs().max()
+    y = int_scaled_matmul(theirs, matrix.q.T.contiguous(), scale.view(-1, 1)) * matrix.scale.float()
+    assert (W8A8Linear(matrix)(x).float() - y).abs().max() < 0.005 * y.abs().max()
 
 
 # quanto
@@ -229,24 +229,26 @@ def quanto():
 @pytest.mark.parametrize(("size", "shift"), CASES)
 def test_int8_against_quanto(quanto, size, shift):
     w = numbers(size, shift)
-    grid = to_int8(w)
+    matrix = to_int8(w)
     scale = quanto.AbsmaxOptimizer()(w, quanto.qint8, 0)  # (N, 1)
-    assert torch.equal(scale[:, 0].bfloat16(), grid.scale)
+    assert torch.equal(scale[:, 0].bfloat16(), matrix.scale)
     scale = scale.bfloat16().float()
     theirs = quanto.quantize_weight(w, quanto.qint8, axis=0, scale=scale, optimized=False)
     q = theirs._data.clamp(min=-127)
-    assert_same_steps(grid.q, q, places(w, grid))
-    assert torch.equal(QuantizedMatrix(theirs._data, grid.scale).dequantized(), theirs.dequantize())
+    assert_same_steps(matrix.q, q, places(w, matrix))
+    assert torch.equal(
+        QuantizedMatrix(theirs._data, matrix.scale).dequantized(), theirs.dequantize()
+    )
 
 
 @pytest.mark.parametrize(("size", "shift"), CASES)
 def test_int4_against_quanto(quanto, size, shift):
     """It counts from the least number of a group instead of from the middle."""
     w = numbers(size, shift)
-    grid = to_int4(w, GROUP)
+    matrix = to_int4(w, GROUP)
     own_scale, own_shift = quanto.MaxOptimizer()(w, quanto.qint4, 0, GROUP)
-    assert torch.equal(own_scale.bfloat16().flatten(), grid.scale.flatten())
-    scale, zero = grid.scale.float().view(-1, 1), grid.zero.float().view(-1, 1)
+    assert torch.equal(own_scale.bfloat16().flatten(), matrix.scale.flatten())
+    scale, zero = matrix.scale.float().view(-1, 1), matrix.zero.float().view(-1, 1)
     least = zero - 8 * scale
     off = (least + own_shift.view(-1, 1)).abs()
     assert (off <= (16 * scale + zero.abs()) * BF16 * 1.01).all()
@@ -254,9 +256,9 @@ def test_int4_against_quanto(quanto, size, shift):
         w, quanto.qint4, axis=0, group_size=GROUP, scale=scale, shift=-least, optimized=False
     )
     q = theirs._data.unpack() if hasattr(theirs._data, "unpack") else theirs._data
-    assert_same_steps(grid.q, q.view_as(w), places(w, grid))
+    assert_same_steps(matrix.q, q.view_as(w), places(w, matrix))
     tolerance = float(w.abs().max()) * 2**-22
-    mine = QuantizedMatrix(q.view_as(w), grid.scale, grid.zero).dequantized()
+    mine = QuantizedMatrix(q.view_as(w), matrix.scale, matrix.zero).dequantized()
     torch.testing.assert_close(mine, theirs.dequantize(), atol=tolerance, rtol=2**-22)
 
 
@@ -271,11 +273,11 @@ def test_llm_int8_against_bitsandbytes():
     x[:, 5] *= 12
     x[2, 7] = 7.5
     x = x.bfloat16()
-    grid, half = to_int8(w), x.half()
+    matrix, half = to_int8(w), x.half()
     q, scale, columns = functional.int8_vectorwise_quant(half.clone(), threshold=6.0)
     theirs = torch.ops.bitsandbytes.int8_mixed_scaled_mm(
-        half, q, grid.q, scale, grid.scale.float() * 127, columns, None
+        half, q, matrix.q, scale, matrix.scale.float() * 127, columns, None
     )[0].float()
-    apart, together = OutlierLinear(grid)(x).float(), W8A8Linear(grid)(x).float()
+    apart, together = OutlierLinear(matrix)(x).float(), W8A8Linear(matrix)(x).float()
     assert (apart - theirs).abs().max() < 0.006 * theirs.abs().max()
     assert (together - theirs).abs().max() > 0.01 * theirs.abs().max()

@@ -169,7 +169,7 @@ def test_rewinding_keys_per_channel(bits):
 
 
 def test_channels_lose_less_where_one_is_large():
-    """One channel a hundred times as large takes the steps from the others, per token."""
+    """Per token, one channel a hundred times as large dominates the scale of the others."""
     model = lively(n_layers=1)
     k = torch.randn(1, 64, 2, 8, generator=torch.Generator().manual_seed(0))
     k[..., 3] *= 100

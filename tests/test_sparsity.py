@@ -87,10 +87,10 @@ def test_what_is_stored_is_found_again_to_the_bit(dtype, N, K, seed):
 def test_product(int8, bias, dtype):
     w, mask = numbers(24, 64).to(dtype), mask_2_4(numbers(24, 64, 1))
     b, x = torch.randn(24).to(dtype) if bias else None, torch.randn(2, 5, 64).to(dtype)
-    grid = to_int8(w * mask)
-    stored, scale = (grid.q, grid.scale) if int8 else (w, None)
+    matrix = to_int8(w * mask)
+    stored, scale = (matrix.q, matrix.scale) if int8 else (w, None)
     layer = SparseLinear(compress(stored, mask), scale, b)
-    expected = grid.dequantized() if int8 else w.float() * mask
+    expected = matrix.dequantized() if int8 else w.float() * mask
     assert (layer.out_features, layer.in_features) == (24, 64)
     assert torch.equal(layer.dense(), expected) and layer.dense().dtype == torch.float32
     assert torch.equal(layer(x), F.linear(x, expected.to(dtype), b))

@@ -60,11 +60,11 @@ def test_whole_numbers_are_multiplied_exactly(M, vnni, monkeypatch):
 def test_product(bias, per):
     """s_x · s_w · (q_x q_wᵀ), and nothing else but bfloat16's rounding of the result."""
     w, x, b = numbers(48, 128), numbers(2, 9, 128, seed=2).bfloat16(), torch.randn(48).bfloat16()
-    grid = to_int8(w)
+    matrix = to_int8(w)
     q, scale = rounded(x.flatten(0, 1), per)
-    expected = (q.double() * scale.double()) @ grid.dequantized().double().T
+    expected = (q.double() * scale.double()) @ matrix.dequantized().double().T
     expected = expected.view(2, 9, 48) + (b.double() if bias else 0)
-    out = W8A8Linear(grid, b if bias else None, per=per)(x)
+    out = W8A8Linear(matrix, b if bias else None, per=per)(x)
     assert out.shape == (2, 9, 48) and out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), expected, atol=0.02, rtol=2**-7)
 
@@ -73,13 +73,13 @@ def test_product(bias, per):
 def test_what_outliers_do_and_what_mends_it(M):
     """With one scale most of x is rounded away; LLM.int8() and SmoothQuant keep it."""
     w, x = numbers(32, 128), with_outliers(M, 128)
-    grid = to_int8(w)
-    plain = error(W8A8Linear(grid, per="tensor"), x, w)
-    apart = error(OutlierLinear(grid), x, w)
+    matrix = to_int8(w)
+    plain = error(W8A8Linear(matrix, per="tensor"), x, w)
+    apart = error(OutlierLinear(matrix), x, w)
     only_small = x.clone()
     only_small[:, [3, 40]] = 0
     assert apart < plain
-    small = error(W8A8Linear(grid, per="tensor"), only_small, w)
+    small = error(W8A8Linear(matrix, per="tensor"), only_small, w)
     assert small < 0.02  # without the outliers there is nothing to mend
 
 
@@ -97,10 +97,10 @@ def test_known_outliers_are_stored_apart():
 def test_an_outlier_in_one_row_is_found():
     """Columns are outliers if any row holds a large number, and below the threshold none is."""
     w, x = numbers(8, 64), numbers(5, 64, seed=3).clamp(-5.5, 5.5).bfloat16()
-    grid = to_int8(w)
-    assert torch.equal(OutlierLinear(grid)(x), W8A8Linear(grid)(x))
+    matrix = to_int8(w)
+    assert torch.equal(OutlierLinear(matrix)(x), W8A8Linear(matrix)(x))
     x[2, 7] = 50
-    assert error(OutlierLinear(grid), x, w) < error(W8A8Linear(grid), x, w)
+    assert error(OutlierLinear(matrix), x, w) < error(W8A8Linear(matrix), x, w)
 
 
 def test_smoothing_by_its_formula():
@@ -119,9 +119,9 @@ def test_smoothing_by_its_formula():
 
 def test_float8_by_hand():
     """e4m3 has 8 steps between 1 and 2, and 448 is its largest number."""
-    grid = to_float8(torch.tensor([[448.0, 1.0, 1.07, 1.12, -2.2, 0.0]]))
-    assert grid.scale.item() == 1
-    assert grid.dequantized().tolist() == [[448.0, 1.0, 1.125, 1.125, -2.25, 0.0]]
+    matrix = to_float8(torch.tensor([[448.0, 1.0, 1.07, 1.12, -2.2, 0.0]]))
+    assert matrix.scale.item() == 1
+    assert matrix.dequantized().tolist() == [[448.0, 1.0, 1.125, 1.125, -2.25, 0.0]]
     w, x = numbers(40, 64), numbers(3, 64, seed=1).bfloat16()
     layer = Float8Linear(to_float8(w))
     assert layer.weight.itemsize == 1 and error(layer, x, w) < 0.05
