@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from minillm.layers.attention import check_backend, unchecked_attention
+from minillm.layers.attention import check_backend, default_scale, unchecked_attention
 
 
 class Cache(Protocol):
@@ -50,7 +50,7 @@ class NoCache(Cache):
         return range(n_new)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return unchecked_attention(q, k, v, True, q.shape[-1] ** -0.5, self.backend)
+        return unchecked_attention(q, k, v, True, default_scale(q), self.backend)
 
     def advance(self, n_new: int) -> None:
         pass

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from minillm.cache import Cache
-from minillm.layers.attention import check_backend, unchecked_attention
+from minillm.layers.attention import check_backend, default_scale, unchecked_attention
 from minillm.model import Decoder
 from minillm.tools.checks import brief, check_whole
 
@@ -129,7 +129,7 @@ class KVCache(Cache):
         end = self.length + q.shape[1]
         self.storage.write(layer, (slice(None), slice(self.length, end)), k, v)
         keys, values = self.storage.read(layer, (slice(None), slice(end)))
-        return unchecked_attention(q, keys, values, True, q.shape[-1] ** -0.5, self.backend)
+        return unchecked_attention(q, keys, values, True, default_scale(q), self.backend)
 
     def advance(self, n_new: int) -> None:
         self.length += n_new

@@ -20,7 +20,7 @@ from torch import Tensor
 from minillm.blocks import BlockManager, BlockTable
 from minillm.cache import Cache
 from minillm.kv_cache import KVStorage
-from minillm.layers.attention import check_backend
+from minillm.layers.attention import check_backend, default_scale
 from minillm.model import Decoder
 from minillm.ragged import BACKENDS, RaggedLayout
 from minillm.tools.checks import check_whole
@@ -125,7 +125,7 @@ class PagedStep(Cache):
         return *storage.layers[layer], self._block, self._offset
 
     def attend_written(self, layer: int, q: Tensor) -> Tensor:
-        storage, scale = self.cache.storage, q.shape[-1] ** -0.5
+        storage, scale = self.cache.storage, default_scale(q)
         read, pages = partial(storage.read, layer), storage.layers[layer]
         return self._layout.attention(q[0], pages, read, scale, self.cache.backend)[None]
 

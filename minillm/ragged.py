@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.kernels.availability import on_device_of, rows_contiguous, why_not_triton
-from minillm.layers.attention import check_backend, unchecked_attention
+from minillm.layers.attention import check_backend, default_scale, unchecked_attention
 
 BACKENDS = ("auto", "reference", "triton", "sdpa")
 
@@ -57,7 +57,7 @@ def paged_attention(
     tables = _used_tables(block_tables, seq_lens, n_blocks, size)
     lens = torch.tensor([seqs, queries], dtype=torch.int32, device=q.device)
     layout = RaggedLayout(tables, lens, seqs, queries, size)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = default_scale(q) if scale is None else scale
 
     def read(blocks: Tensor) -> Pages:
         return k_pages[blocks], v_pages[blocks]

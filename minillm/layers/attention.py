@@ -7,12 +7,9 @@ Cost: 4 * H * D FLOPs for each (query, key) pair. The reference also writes and 
 scores; the other backends don't (`costs.attention_bytes`).
 Layout (that of the flash-attn library): q is (B, T, H, D), k and v are (B, S, K, D), H a multiple
 of K: query head h reads key/value head h // (H/K). Causal masks align the *last* query with the
-last key, so the T queries are the newest of S tokens. No backend makes copies of shared heads in
-memory.
+last key, so the T queries are the newest of S tokens. No backend copies shared heads in memory.
 Not here: dropout, sliding windows, learned biases, padding masks.
 """
-
-import math
 
 import torch
 import torch.nn.functional as F
@@ -37,20 +34,25 @@ def attention(
 
     scale: multiplies the scores, 1/sqrt(D) unless given. causal: query t sees keys 0 … S - T + t.
     backend: "reference" writes out the matrix of scores; "tiled" is FlashAttention in plain torch,
-    to read; "triton" is FlashAttention as kernels of our own, for CUDA devices; "sdpa" is PyTorch's
+    to read; "triton" is FlashAttention in our own kernels, for CUDA devices; "sdpa" is PyTorch's
     fused kernel; "auto" is "triton" on CUDA where the kernels take the input, "sdpa" elsewhere.
-    Raises ValueError or TypeError when the shapes, dtypes or devices don't fit together or don't
-    suit the backend.
+    Raises ValueError or TypeError if the shapes, dtypes or devices don't fit together or the
+    backend can't take them.
     """
     check_inputs(q, k, v, causal, backend)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scale = default_scale(q) if scale is None else scale
     return unchecked_attention(q, k, v, causal, scale, backend)
+
+
+def default_scale(q: Tensor) -> float:
+    """1/sqrt(D), for q (…, D): keeps the variance of the scores near 1 (Vaswani et al. 2017)."""
+    return q.shape[-1] ** -0.5
 
 
 def unchecked_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, backend: str
 ) -> Tensor:
-    """`attention` without the checks of shapes, which would cost 2% in a decode step.
+    """`attention` without the checks of shapes, which take time in a decode step.
 
     For caches, which know their shapes. All arguments as there; scale is a number.
     """
@@ -68,13 +70,13 @@ def unchecked_attention(
 
 
 def check_backend(backend: str, known: tuple[str, ...] = BACKENDS) -> None:
-    """Raise ValueError for a name that is not among the known ones."""
+    """Raise ValueError for a name that is not one of the known ones."""
     if backend not in known:
         raise ValueError(f"backend is {backend!r}; choose one of {', '.join(known)}.")
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, backend: str) -> None:
-    """Raise ValueError or TypeError for any input that attention could only compute wrongly."""
+    """Raise ValueError or TypeError for inputs that attention would compute wrongly."""
     check_backend(backend)
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
         raise ValueError(
@@ -115,29 +117,30 @@ def causal_mask(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-    """To read and to test against: every score in memory, softmax in float32."""
+    """The definition, to read and to test against: all scores in memory, softmax in float32."""
     B, T, H, D = q.shape
     S, K = k.shape[1:3]
-    q = q.reshape(B, T, K, H // K, D)
+    q = q.reshape(B, T, K, H // K, D)  # (B, T, K, G, D): G query heads share a key/value head
     scores = torch.einsum("btkgd,bskd->bkgts", q, k).float() * scale  # (B, K, G, T, S)
     if causal:
         scores = scores.masked_fill(~causal_mask(T, S, q.device), -torch.inf)
-    weights = scores.softmax(dim=-1).to(q.dtype)
+    weights = scores.softmax(dim=-1).to(q.dtype)  # over the keys
     return torch.einsum("bkgts,bskd->btkgd", weights, v).reshape(B, T, H, D)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-    """PyTorch's scaled_dot_product_attention, which wants heads before tokens: (B, H, T, D)."""
+    """PyTorch's scaled_dot_product_attention, whose heads come before tokens: (B, H, T, D)."""
     B, T, H, D = q.shape
     S, K = k.shape[1:3]
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, K, S, D), views
     if T == 1:
         # Decode. The newest token sees every key, so there is no mask. The G query heads that share
-        # a key/value head stand as G rows of one small matrix, so nothing is expanded.
+        # a key/value head are the G rows of one small matrix, so nothing is expanded.
         rows = q.reshape(B, K, H // K, D)  # (B, K, G, D)
         out = F.scaled_dot_product_attention(rows, k, v, scale=scale)
         return out.reshape(B, 1, H, D)
-    # PyTorch scales the -inf of its own mask, too: NaN unless the scale is positive.
+    # PyTorch's own causal mask aligns the first query with the first key, and its -inf is scaled as
+    # well: NaN unless the scale is positive.
     own_mask = causal and S == T and scale > 0
     mask = causal_mask(T, S, q.device) if causal and not own_mask else None
     out = F.scaled_dot_product_attention(
