@@ -139,8 +139,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor
         rows = q.reshape(B, K, H // K, D)  # (B, K, G, D)
         out = F.scaled_dot_product_attention(rows, k, v, scale=scale)
         return out.reshape(B, 1, H, D)
-    # PyTorch's own causal mask aligns the first query with the first key, and its -inf is scaled as
-    # well: NaN unless the scale is positive.
+    # PyTorch scales the -inf of its own mask as well: NaN unless the scale is positive. That mask
+    # aligns the first query with the first key, so S must be T.
     own_mask = causal and S == T and scale > 0
     mask = causal_mask(T, S, q.device) if causal and not own_mask else None
     out = F.scaled_dot_product_attention(

@@ -43,11 +43,16 @@ class DecodeRows:
         zeros = {"dtype": torch.int32, "device": model.device}
         self._tables = torch.zeros(max_seqs, width, **zeros)
         self._inputs = torch.zeros(2 * max_seqs, **zeros)  # tokens, then lengths with them
-        self._held: list[BlockTable | None] = [None] * max_seqs  # whose blocks each row holds
+        self._held: list[BlockTable | None] = [None] * max_seqs  # the table that each row holds
 
     def fill(self, tables: Sequence[BlockTable], tokens: Sequence[int]) -> None:
-        """Bring the rows up to date for one new token of each sequence."""
-        places, blocks = array("q"), array("i")
+        """Bring the rows up to date for one new token of each sequence.
+
+        Invariant: row i of the device's tables holds the first `copied` entries of `_held[i]`. So
+        only the entries after them are copied, usually none: a sequence needs a new block once in
+        `block_size` steps. A table that was not in row i in the last step is copied whole.
+        """
+        places, blocks = array("q"), array("i")  # new entries: where in the flat tables, and what
         for i, table in enumerate(tables):
             known = table.copied if self._held[i] is table else 0
             if known < len(table.blocks):
@@ -55,7 +60,7 @@ class DecodeRows:
                 places.extend(range(first + known, first + len(table.blocks)))
                 blocks.extend(table.blocks[known:])
             self._held[i], table.copied = table, len(table.blocks)
-        # A sequence that has moved to another row must not be taken as known in its old one.
+        # The other rows hold nothing now: their tables may grow in another row before they return.
         self._held[len(tables) :] = [None] * (len(self._held) - len(tables))
         device = self._tables.device
         if places:
