@@ -150,7 +150,7 @@ def steady(
         runs.append((result, min(before, after), max(before, after)))
         calm = [run for run in runs if run[1] > 0.85 * run[2]]
         before = after
-    runs = calm or runs
+    runs = calm or runs  # on a machine that never was steady, all of them
     usual = median_high(faster for _, _, faster in runs)  # of two, the faster
     runs = [run for run in runs if 0.85 * usual < run[2] < usual / 0.85]
     return [result for result, _, _ in runs], max(faster for _, _, faster in runs)
@@ -209,6 +209,7 @@ def measure(device: torch.device) -> dict[str, Any]:
         (memory_speeds(device, dtypes[0]), [matmul_peak(device, d, repeats=5) for d in dtypes])
         for _ in range(3)
     ]
+    # The middle one of three rounds, as a whole: its copy speed belongs to the same moment.
     speeds = sorted((speeds for speeds, _ in rounds), key=lambda speeds: max(speeds.values()))[1]
     peaks = [max(each) for each in zip(*(peaks for _, peaks in rounds), strict=True)]
     return {

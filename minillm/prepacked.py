@@ -49,7 +49,7 @@ class PrepackedLinear(Linear):
             linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta"
         )
         self.weight, self.bias = linear.weight, linear.bias
-        weight = linear.weight.detach()
+        weight = linear.weight.detach()  # (out, in)
         self._packed = onednn_layout(weight, _LAYOUT_FOR)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,4 +83,5 @@ def prepack(model: Decoder) -> Decoder:
         )
     if any(isinstance(module, PrepackedLinear) for module in model.modules()):
         raise ValueError("The model is already prepacked; use it as it is.")
+    # The row-major weights stay the parameters; each copy lies beside them, in no state dict.
     return replace_linears(model, lambda _, linear: PrepackedLinear(linear))

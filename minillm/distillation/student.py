@@ -54,7 +54,7 @@ def make_student(
     student = _shell(teacher, n_layers)
     student.norm = copy.deepcopy(teacher.norm)
     student.layers = Layers(copy.deepcopy(teacher.layers[i]) for i in chosen)
-    for layer in student.layers:
+    for layer in student.layers:  # the copies still have the teacher's
         layer.config = student.config
     return student.eval()
 
@@ -105,6 +105,7 @@ def load_student(
     # One attn_norm for each layer of the student.
     student = _shell(teacher, max(1, sum(name.endswith(".attn_norm") for name in stored)))
     own = {n: p.shape for n, p in student.named_parameters() if n.startswith(("layers.", "norm"))}
+    # Every matrix (out, in) has its scales (out,) beside it; nothing else is in the file.
     scales = {_scale_of(name): shape[:1] for name, shape in own.items() if _is_matrix(name)}
     if {name: t.shape for name, t in stored.items()} != own | scales:
         raise ValueError(

@@ -59,7 +59,7 @@ def collect(
         )
     found: dict[str, Inputs] = {}
     hooks = []
-    for name, module in model.named_modules():
+    for name, module in model.named_modules():  # hooks see the inputs; the model stays as it is
         if type(module) is Linear and name != "head":
             found[name] = _nothing_yet(module, moments)
             hooks.append(module.register_forward_pre_hook(partial(_add, found[name])))
@@ -68,7 +68,7 @@ def collect(
     finally:
         for hook in hooks:
             hook.remove()
-    for name, inputs in found.items():
+    for name, inputs in found.items():  # an overflow of float16, or damaged weights
         if not bool(inputs.largest.isfinite().all()):
             raise ValueError(f"{name} gets inputs that are not finite; load the model in float32.")
     return found

@@ -96,7 +96,7 @@ def _module(
     scheme: str, given: Options, name: str, linear: Linear, inputs: Inputs | None
 ) -> QuantizedLinear:
     """The module that replaces `linear`. inputs: its statistics, if there is calibration."""
-    weight, bias = linear.weight.detach(), linear.bias
+    weight, bias = linear.weight.detach(), linear.bias  # (out, in), (out,) or None
     if scheme in ("int8", "int4") or name == "head":
         return weights_only(on_grid(name, weight, scheme, given), bias)
     if scheme == "fp8":
@@ -109,8 +109,8 @@ def _module(
     if scheme == "llm_int8":
         return OutlierLinear.with_known(weight, bias, inputs, given.threshold)
     if scheme == "smoothquant":
-        input_scale = smoothing(weight, inputs, given.alpha)
-        return W8A8Linear(
+        input_scale = smoothing(weight, inputs, given.alpha)  # (in,), 1 / s
+        return W8A8Linear(  # (x / s) (W s)ᵀ
             grid.to_int8(weight / input_scale.float()), bias, input_scale, per=given.per
         )
     check_groups(name, weight, given.group_size)
@@ -142,6 +142,7 @@ def _checked(scheme: str, options: dict[str, Any]) -> Options:
         ("alpha", given.alpha, 0, 1),
         ("threshold", given.threshold, 0, float("inf")),
     ):
+        # type(), since True is an int to isinstance; a NaN fails the comparison.
         if type(value) not in (int, float) or not least <= value <= most:
             raise ValueError(f"{name} is {brief(value)}; choose a number from {least} to {most}.")
     if scheme in _CALIBRATED and given.calibration is None:

@@ -240,7 +240,7 @@ def _pruned(
         # Root mean square of each column of x: Wanda's ‖x_j‖, up to a factor that all share.
         scores *= inputs.moments.diagonal().clamp(min=0).sqrt()
     mask = mask_2_4(scores)
-    kept = weight.float() * mask
+    kept = weight.float() * mask  # (out, in), half of it 0
     if recover:
         assert inputs is not None
         kept = least_squares(weight, mask, inputs.moments)

@@ -95,6 +95,7 @@ def load_heads(path: Path = PACKAGED_HEADS) -> MedusaHeads:
             f"{path} holds {q.dtype} matrices of shape {tuple(q.shape)} with scales "
             f"{tuple(scale.shape)}, which are not heads in int8; train them again."
         )
+    # Multiplied in float32 or bfloat16, so int8 saves room in the file only.
     heads = MedusaHeads(len(q) // d_model, d_model).requires_grad_(False)
     heads.weight.copy_(QuantizedMatrix(q, scale).dequantized().view_as(heads.weight))
     return heads
