@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="python -m minillm", description="LLM inference, from first principles to the limit."
+        prog="python -m minillm",
+        description="LLM inference, from first principles to the hardware limit.",
     )
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="generate|chat|count|fetch|bench"
@@ -36,18 +37,20 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--top-p", type=float, metavar="P")
     model.add_argument("--seed", type=int)
 
-    command = commands.add_parser("generate", parents=[model], help="continue a prompt, timed")
+    command = commands.add_parser(
+        "generate", parents=[model], help="continue a prompt, and time it"
+    )
     command.add_argument("prompt")
-    commands.add_parser("chat", parents=[model], help="talk to the model; an empty line ends")
+    commands.add_parser("chat", parents=[model], help="talk to the model; an empty line quits")
 
-    command = commands.add_parser("count", help="a card: what serving a published model costs")
+    command = commands.add_parser("count", help="what serving a published model costs")
     command.add_argument("preset")
     command.add_argument("--batch", type=int, default=1)
     command.add_argument("--seq", type=int, default=2048, help="tokens per sequence")
     command.add_argument("--dtype", default="float16")
     command.add_argument("--gpu", default="h100", help="a hardware preset")
 
-    commands.add_parser("fetch", help="fetch the default checkpoint into the cache folder")
+    commands.add_parser("fetch", help="download the default checkpoint into the cache folder")
     bench_command.add_arguments(commands.add_parser("bench", help="run benchmarks"))
     return parser
 
@@ -71,14 +74,14 @@ def _sampling(options: argparse.Namespace) -> "Sampling":
 def _stream(
     model: "Decoder", tokenizer: "Tokenizer", ids: list[int], options: argparse.Namespace
 ) -> tuple[list[int], list[float]]:
-    """Generate and print as the tokens come; returns the ids and when each was known."""
+    """Generate and print tokens as they come; returns the ids and the time of each."""
     from minillm.generation import generate
 
     text, times, step = tokenizer.stream(), [], None
     if model.device.type == "cuda":
         from minillm.serving.cuda_graphs import graphed_step
 
-        step = graphed_step(model, len(ids), options.max_new_tokens)
+        step = graphed_step(model, len(ids), options.max_new_tokens)  # a replayed CUDA graph
 
     def show(i: int) -> None:
         times.append(time.perf_counter())
@@ -118,13 +121,13 @@ def _generate(options: argparse.Namespace) -> None:
     new, times = _stream(model, tokenizer, ids, options)
     if not new:
         return
-    first = (times[0] - start) * 1e3
+    first = (times[0] - start) * 1e3  # ms: the prompt's pass and one token
     print(f"\n{len(ids)} prompt tokens, {len(new)} new; time to first token {first:.0f} ms", end="")
     if len(new) == 1:
         print()
         return
     each = (times[-1] - times[0]) / (len(new) - 1)
-    moved = decode_bytes(model, len(ids) + len(new) // 2)
+    moved = decode_bytes(model, len(ids) + len(new) // 2)  # with the cache at its mean length
     speed, bound = moved / each, read_bandwidth(model.device, model.dtype)
     print(f", then {each * 1e3:.1f} ms per token ({1 / each:.1f} tokens/s)")
     print(
@@ -139,7 +142,7 @@ def _chat(options: argparse.Namespace) -> None:
 
     model, tokenizer = _load(options)
     messages: list[dict[str, str]] = []
-    print(f"{model.config.name}, {stored_as(model)}. Ask something; an empty line ends.")
+    print(f"{model.config.name}, {stored_as(model)}. Ask something; an empty line quits.")
     while True:
         try:
             question = input("> ").strip()

@@ -1,9 +1,9 @@
-"""Attention forward and backward in FLOP/s against the measured matmul peak and torch's kernels.
+"""Attention forward and backward in FLOP/s, against the measured matmul peak and torch's kernels.
 
-Then one query over a long cache, in bytes per second against the memory's.
-FLOPs: 4·B·H·N²·D forward, 2.5 times that backward (5 products for 2, recomputation included), half
-if causal. Sizes as in Dao 2023 on a GPU: 16k tokens in all, width 2048; on a CPU one sequence of 8
-heads in float32.
+Then one query over a long cache, in bytes per second, against the memory bandwidth.
+FLOPs: 4·B·H·N²·D forward, 2.5 times that backward (5 products instead of 2, with recomputation),
+half of both if causal. Sizes on a GPU as in Dao 2023: 16k tokens in all, width 2048; on a CPU one
+sequence of 8 heads in float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ from minillm.measure import Repeats, alternate, matmul_peak, read_bandwidth
 
 Peer = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 Case = tuple[int, int, bool]
-"""D, N, causal"""
+"""(D, N, causal)"""
 
 
 def bench(device: torch.device) -> Path:
-    """Every length and head size; the README shows D = 128, causal."""
+    """Measure every length and head size; the README shows D = 128, causal."""
     on_gpu = device.type == "cuda"
     lengths = (512, 1024, 2048, 4096, 8192, 16384) if on_gpu else (512, 1024, 2048)
     cases = [(D, N, causal) for D in (64, 128) for N in lengths for causal in (False, True)]
@@ -50,7 +50,7 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 
 def attention_peers(device: torch.device) -> dict[str, Peer]:
-    """Functions of q (B, N, H, D), k, v and causal, ours first.
+    """Functions of q (B, N, H, D), k, v and causal; ours comes first.
 
     On a CPU all are backends of this package.
     """
@@ -59,7 +59,7 @@ def attention_peers(device: torch.device) -> dict[str, Peer]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    # The backward pass is timed many times over one graph, so it may not overwrite what it reads.
+    # The backward pass is timed many times on one graph, so it must not overwrite its inputs.
     torch._functorch.config.donated_buffer = False
     compiled, masks = torch.compile(flex_attention, dynamic=False), {}
 
@@ -96,14 +96,14 @@ def measure_attention(
     *,
     repeats: int = 5,
 ) -> None:
-    """The speeds of all peers in all cases, recorded case by case; two rows for each shown one."""
+    """Speeds of all peers, recorded case by case; two rows for each case in `shown`."""
     device = recording.device
     peak = [matmul_peak(device, _dtype(device)) for _ in range(7)]
     recording.add(None, {"peak": peak})
     torch.manual_seed(0)
     for case in cases:
         D, N, causal = case
-        # FlexAttention is compiled for each case, which takes long: only for what is shown.
+        # FlexAttention is compiled for each case, which is slow: only for the cases shown.
         asked = {n: peer for n, peer in peers.items() if n != "flex" or case in shown}
         times = case_seconds(recording, asked, case, repeats)
         label = f"D {D}, N {N}, {'causal' if causal else 'full'}"
@@ -121,7 +121,7 @@ def measure_attention(
 
 
 def _batch(device: torch.device, case: Case) -> tuple[int, int]:
-    """(B, H)"""
+    """(B, H) of a case."""
     D, N, _ = case
     return (16384 // N, 2048 // D) if device.type == "cuda" else (1, 8)
 
@@ -144,9 +144,9 @@ def _add_row(
 
 
 def case_seconds(recording: Recording, peers: dict[str, Peer], case: Case, repeats: int) -> Repeats:
-    """Seconds of every peer, forward and backward; one that fails here is a gap."""
+    """Seconds of every peer, forward and backward; a peer that fails is a gap."""
     device, (D, N, causal) = recording.device, case
-    torch.compiler.reset()  # so that a new case is not one recompilation too many
+    torch.compiler.reset()  # or a new case may exceed torch's limit of recompilations
     B, H = _batch(device, case)
     q, k, v = (
         torch.randn(B, N, H, D, device=device, dtype=_dtype(device), requires_grad=True)
@@ -159,7 +159,7 @@ def case_seconds(recording: Recording, peers: dict[str, Peer], case: Case, repea
             return kernel_seconds(lambda: peer(q, k, v, causal), device)
 
     def backward(peer: Peer) -> float:
-        # The graph is made anew each time, so that not all peers' saved tensors are kept at once.
+        # A new graph each time, so that only one peer's saved tensors are in memory.
         out = peer(q, k, v, causal)
         gradient = partial(torch.autograd.grad, out, (q, k, v), grad, retain_graph=True)
         return kernel_seconds(gradient, device)
@@ -168,7 +168,7 @@ def case_seconds(recording: Recording, peers: dict[str, Peer], case: Case, repea
     for name, peer in peers.items():
         try:
             torch.autograd.grad(peer(q, k, v, causal), (q, k, v), grad)
-        except Exception as error:  # of another library, or for lack of memory
+        except Exception as error:  # another library's, or out of memory
             recording.gap(f"{name} at D {D}, N {N}", str(error).partition("\n")[0] or repr(error))
             continue
         fns[f"forward {name}"] = partial(forward, peer)
@@ -177,7 +177,7 @@ def case_seconds(recording: Recording, peers: dict[str, Peer], case: Case, repea
 
 
 def measure_memory(recording: Recording, peers: dict[str, Peer]) -> None:
-    """Peak bytes that a forward and backward pass over 4096 tokens take beside its inputs.
+    """One row: peak bytes of a forward and backward pass over 4096 tokens, besides its inputs.
 
     16 heads of 128, on a GPU.
     """
@@ -214,14 +214,14 @@ def measure_decode_attention(
     n_caches: int = 8,
     repeats: int = 7,
 ) -> None:
-    """One row: one new token of one sequence looks at `length` cached ones.
+    """One row: one new token of one sequence attends to `length` cached tokens.
 
-    32 query heads on 8 of 128 dimensions, as in Llama-3-8B.
+    32 query heads share 8 key/value heads of 128, as in Llama-3-8B.
     """
     device, dtype = recording.device, _dtype(recording.device)
     q = torch.randn(1, 1, 32, 128, device=device, dtype=dtype)
-    # Several caches in turn, together larger than the processor's own caches, as the layers of a
-    # model are; and like `KVCache` with each head in one piece.
+    # Several caches in turn, together larger than the processor's caches, like a model's layers.
+    # As in `KVCache`, each head is contiguous.
     shape = (2, 1, 8, length, 128)
     caches = [
         torch.randn(shape, device=device, dtype=dtype).transpose(2, 3) for _ in range(n_caches)
@@ -233,7 +233,7 @@ def measure_decode_attention(
             attention(q, k, v, backend=backend)
 
     bandwidth = [read_bandwidth(device, dtype) for _ in range(5)]
-    # One launch of a few microseconds of work is longer than the work.
+    # As a graph, since a launch takes longer than a few microseconds of work.
     times = [kernel_seconds(all_layers, device, as_graph=True) for _ in range(repeats + 2)][2:]
     speed, bound = sum(c.nbytes for c in caches) / median(times), median(bandwidth)
     print(f"one query over {length} cached tokens: {speed / 1e9:,.1f} GB/s, {speed / bound:.0%}")

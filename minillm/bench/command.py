@@ -1,4 +1,4 @@
-"""The arguments of `python -m minillm bench`, and what it does with them."""
+"""The arguments of `python -m minillm bench`, and what the command does."""
 
 import argparse
 import importlib
@@ -13,31 +13,57 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the benchmarks."""
+    """Add the options of the benchmarks to a parser."""
     named = ", ".join(BENCHMARKS)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {named}; default: all")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument(
-        "--rate", type=float, help="with serve: send so many requests a second, print the latencies"
+        "--rate", type=float, help="with serve: send this many requests a second, print latencies"
     )
-    parser.add_argument("--requests", type=int, default=64, help="with --rate: how many")
+    parser.add_argument("--requests", type=int, default=64, help="with --rate: how many to send")
     parser.add_argument(
-        "--second", action="store_true", help="with gpu: what takes longer than the first minutes"
-    )
-    parser.add_argument("--part", metavar="PART", help="with gpu: only this part, in this process")
-    parser.add_argument(
-        "--tiny", action="store_true", help="with gpu: small sizes, which try the code"
+        "--second", action="store_true", help="with gpu: run the second, slower set of parts"
     )
     parser.add_argument(
-        "--out", type=Path, help="with gpu: the folder for the results; figures/data/ by default"
+        "--part", metavar="PART", help="with gpu: run only this part, in this process"
     )
     parser.add_argument(
-        "--readme", action="store_true", help="measure nothing, rewrite the README's results"
+        "--tiny", action="store_true", help="with gpu: small sizes, only to test the code"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="with gpu: folder for the results; default: figures/data/"
+    )
+    parser.add_argument(
+        "--readme", action="store_true", help="measure nothing; rewrite the README's results"
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the benchmarks that are named, or all of them; ValueError for an unknown name."""
+    """Run the named benchmarks, or all; ValueError for an unknown name and for unfit options."""
+    _check(options)
+    if options.readme:
+        from minillm.bench.tables import update_readme
+
+        update_readme(project_folder() / "README.md")
+        return 0
+    from minillm.tools.devices import device_and_dtype
+
+    device, _ = device_and_dtype(options.device, "auto")
+    if options.rate is not None:
+        return _run_load_test(device, options)
+    if options.names == ["gpu"]:
+        return _run_gpu(device, options)
+    # These read the default checkpoint, which a machine with a GPU may not have.
+    on_cpu = ("load", "quantize", "speculate")
+    chosen = [name for name in BENCHMARKS if device.type != "cuda" or name not in on_cpu]
+    for name in options.names or chosen:
+        path = importlib.import_module(f"minillm.bench.{name}").bench(device)
+        print(f"  written to {path}")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """ValueError for an unknown name, and for options of the GPU's parts without them."""
     for name in options.names:
         if name not in (*BENCHMARKS, "gpu"):
             raise ValueError(
@@ -51,32 +77,17 @@ def run(options: argparse.Namespace) -> int:
             "gpu is a benchmark of its own, and --second, --part, --tiny and --out go with it: "
             "bench gpu --second."
         )
-    if options.readme:
-        from minillm.bench.tables import update_readme
 
-        update_readme(project_folder() / "README.md")
-        return 0
-    from minillm.tools.devices import device_and_dtype
 
-    device, _ = device_and_dtype(options.device, "auto")
-    if options.rate is not None:
-        if options.names != ["serve"] or options.requests < 1:
-            raise ValueError(
-                "--rate goes with the benchmark serve and at least one request: "
-                "bench serve --rate 2 --requests 64."
-            )
-        from minillm.bench.serve import load_test
+def _run_load_test(device: "torch.device", options: argparse.Namespace) -> int:
+    if options.names != ["serve"] or options.requests < 1:
+        raise ValueError(
+            "--rate goes with the benchmark serve and at least one request: "
+            "bench serve --rate 2 --requests 64."
+        )
+    from minillm.bench.serve import load_test
 
-        load_test(device, options.rate, options.requests)
-        return 0
-    if gpu:
-        return _run_gpu(device, options)
-    # These read the default checkpoint, which a GPU's machine need not have.
-    on_cpu = ("load", "quantize", "speculate")
-    chosen = [name for name in BENCHMARKS if device.type != "cuda" or name not in on_cpu]
-    for name in options.names or chosen:
-        path = importlib.import_module(f"minillm.bench.{name}").bench(device)
-        print(f"  written to {path}")
+    load_test(device, options.rate, options.requests)
     return 0
 
 
@@ -85,7 +96,7 @@ def _run_gpu(device: "torch.device", options: argparse.Namespace) -> int:
 
     if device.type != "cuda" and not options.tiny:
         raise ValueError(
-            f"bench gpu needs a CUDA device, and this is {device}; --tiny tries its code on a CPU."
+            f"bench gpu needs a CUDA device, and this is {device}; --tiny tests its code on a CPU."
         )
     folder = options.out or data_folder()
     if options.part is not None:

@@ -1,15 +1,15 @@
 """Greedy cached decoding, batch 1, against the time to read all weights, and transformers.
 
-Where the time goes on two CPU threads, SmolLM2-135M in float32 (a bound of 16.4 ms, 26 ms
-measured on a Xeon): the matrix products alone take 19.7 ms, because each of the 121 pays a
-start-up; the rest is the dozen small operations between two products of a layer. The same
-operations take 3.2 ms when no product is run: the weights sweep the caches, and Python and PyTorch
-are fetched from memory anew after each. Tried there without gain: weights in huge pages (0%),
-MKL's packed weights (equal), oneDNN's (slower; on AMD CPUs they are a good deal faster, so they
-have a row of their own), torch.compile around the small operations (8% slower).
-Gained: one product for q, k, v and one for gate, up; rotary positions as two fused operations; no
-mask and no expanded heads for one token; one module a layer. Stored transposed, the weights are
-read 3% faster; not worth the puzzle.
+Where the time goes on two threads of a Xeon, SmolLM2-135M in float32: each of its 121 matrix
+products has a start-up cost, so the products alone take longer than reading all weights once. The
+rest is the dozen small operations between two products of a layer. They take several times as long
+as without the products: the weights evict everything else from the caches, so the code of Python
+and PyTorch is fetched from memory again after each.
+Tried there without gain: weights in huge pages; MKL's packed weights; oneDNN's (slower there, but a
+good deal faster on AMD CPUs, so they have a row of their own); torch.compile around the small
+operations. Transposed weights are read slightly faster, which is not worth the confusion.
+What helped: one product for q, k, v and one for gate, up; RoPE in two fused operations; no mask and
+no expanded heads for a single token; one module per layer.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from minillm.serving.cuda_graphs import WORTH_CAPTURING, graphed_step
 
 
 def bench(device: torch.device) -> Path:
-    """The default model, and on a GPU Llama-3-8B's shapes as well."""
+    """Measure the default model, and on a GPU Llama-3-8B's shapes as well."""
     model, (prompt,) = default_model(device, ["The three laws of robotics are"])
     settings = {"model": model.config.name, "prompt_tokens": len(prompt), "new_tokens": 64}
     recording = Recording("decode", device, settings)
@@ -43,17 +43,17 @@ def bench(device: torch.device) -> Path:
 
 
 def first_tokens(n: int, device: torch.device) -> int:
-    """New tokens of the shorter of two runs: on a GPU so many that both capture a graph."""
+    """New tokens of the shorter of two runs: on a GPU enough for both to capture a graph."""
     return max(n, WORTH_CAPTURING) if device.type == "cuda" else 1
 
 
 def fastest(model: Decoder, prompt: list[int], n: int) -> list[int]:
-    """`generate`, on a GPU with its decode steps as graphs."""
+    """`generate`, with CUDA graphs for the decode steps on a GPU."""
     return generate(model, prompt, n, step=graphed_step(model, len(prompt), n))
 
 
 def decode_seconds(generate_n: Callable[[int], Any], n: int, device: torch.device) -> float:
-    """Seconds per decoded token: a longer run less a shorter one, so less prefill and set-up."""
+    """Seconds per decoded token: a longer run minus a shorter one cancels prefill and set-up."""
     first = first_tokens(n, device)
     before = seconds(lambda: generate_n(first), device)
     return (seconds(lambda: generate_n(first + n), device) - before) / n
@@ -68,26 +68,27 @@ def measure_decode(
     peer: bool = True,
     repeats: int = 7,
 ) -> None:
-    """Tokens per second of `generate`, of the bound, and against transformers.
+    """One row: tokens per second of `generate`, as a share of the bound, against transformers.
 
-    On a CPU a second row has the matrices prepacked.
+    On a CPU a second row has prepacked matrices.
     """
     device, dtype, name = model.device, dtype_name(model.dtype), model.config.name
-    context = len(prompt) + first_tokens(n, device) + n // 2
+    context = len(prompt) + first_tokens(n, device) + n // 2  # on average, where it is timed
     moved = costs.decode_bytes(model.config, 1, context, dtype)
     forms = {f"decode, {name}, {dtype}": model}
     if device.type == "cpu" and dtype == "float32":
         forms[f"decode, {name}, {dtype}, prepacked"] = prepack(model)
-    fns = {
-        what: (lambda m: lambda: decode_seconds(lambda k: fastest(m, prompt, k), n, device))(form)
-        for what, form in forms.items()
-    }
+
+    def timed(form: Decoder) -> Callable[[], float]:
+        return lambda: decode_seconds(lambda k: fastest(form, prompt, k), n, device)
+
+    fns = {what: timed(form) for what, form in forms.items()}
     if peer and has("transformers", recording, "transformers"):
         twin = transformers_twin(model)
         fns["transformers"] = lambda: decode_seconds(
             lambda k: transformers_generate(twin, prompt, k), n, device
         )
-    # The bound takes its turn like the others: memory that is shared is not always as fast.
+    # The bound takes its turn like the others: shared memory is not always equally fast.
     fns["bound"] = lambda: moved / read_bandwidth(device, model.dtype)
     times = alternate(fns, repeats)
     took = {who: median(values) for who, values in times.items()}

@@ -1,12 +1,12 @@
 """The first ten minutes on a GPU: `make gpu`, or `python -m minillm.bench gpu`.
 
-Nine parts, each in a process of its own with its own time limit, so that one that hangs or breaks
-the device costs its own minutes and no other's. Each records row by row, and when it ends, however
-it ends, that is collected into `figures/data/gpu-first.HARDWARE.json`. No network, no checkpoint,
-and no package beyond torch and triton is needed: what is missing is a gap in the results. The
-tests come last: while several processes share the GPU, nothing else can be timed.
-`--second` runs what takes longer: FlexAttention, transformers, the lessons. `--part NAME` runs one
-part here; `--tiny` takes sizes with which a CPU in Triton's interpreter goes through the same code.
+Nine parts, each in a process with its own time limit, so that a part that hangs or breaks the
+device costs only its own minutes. Each records row by row, and when it ends, in whatever way, its
+rows are collected into `figures/data/gpu-first.HARDWARE.json`. No network, no checkpoint and no
+package beyond torch and triton is needed: whatever is missing is a gap in the results. The tests
+come last: several processes share the GPU then, so nothing else can be timed.
+`--second` runs slower parts: FlexAttention, transformers, the lessons. `--part NAME` runs one part
+in this process; `--tiny` uses sizes small enough to run the same code in Triton's interpreter.
 """
 
 import importlib
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -31,7 +31,7 @@ from minillm.measure import matmul_peak, memory_speeds
 from minillm.tools.folders import cache_folder, project_folder
 
 MINUTES = 9.3
-# Part: the seconds that it may take.
+# The seconds that each part may take.
 FIRST = {
     "ceilings": 60, "model": 150, "engine": 120, "forward": 180, "decode-attention": 120,
     "matrices": 120, "backward": 150, "specialized": 60, "tests": 300,
@@ -58,7 +58,7 @@ Part = Callable[[Recording, bool], None]
 def bench(
     device: torch.device, folder: Path, *, second: bool = False, tiny: bool = False
 ) -> list[Path]:
-    """Run the parts one after the other while there is time; returns the file written."""
+    """Run the parts one after another while there is time; returns the file written."""
     ends = time.monotonic() + 60 * MINUTES
     path = folder / f"gpu-{'second' if second else 'first'}.{hardware_label(device)}.json"
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def bench(
                 command = [sys.executable, "-m", "minillm.bench", "gpu", "--part", name]
                 command += ["--device", str(device), "--out", parts]
                 command += ["--tiny"] if tiny else []
-                code = run_for(command, min(limit, ends - start))
+                code = run_for(command, min(limit, ends - start))  # None: stopped
                 ended = "done" if code == 0 else f"failed with exit code {code}"
                 if code is None:
                     ended = "stopped at its limit; what it had measured is recorded"
@@ -80,15 +80,27 @@ def bench(
             print(f"{name}: {ended}", flush=True)
             collected["parts"][name] = {"ended": ended}
             for file in Path(parts).glob(f"gpu-{name}.*.json"):
-                with suppress(json.JSONDecodeError):  # stopped in the middle of writing
+                with suppress(json.JSONDecodeError):  # stopped while writing
                     collected["parts"][name] |= json.loads(file.read_text())
             path.write_text(json.dumps(collected, indent=1) + "\n")
     return [path]
 
 
-def run_for(command: list[str], limit: float, **options: Any) -> int | None:
-    """The exit code of a command; None if it took longer and was ended with all its children."""
-    with subprocess.Popen(command, start_new_session=True, **options) as process:
+def run_for(
+    command: list[str],
+    limit: float,
+    *,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+    log: IO[str] | None = None,
+) -> int | None:
+    """The exit code of a command; None if it timed out and was killed with all its children.
+
+    log: a file for all that it prints.
+    """
+    with subprocess.Popen(
+        command, start_new_session=True, cwd=cwd, env=env, stdout=log, stderr=log
+    ) as process:
         try:
             return process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -99,7 +111,7 @@ def run_for(command: list[str], limit: float, **options: Any) -> int | None:
 
 
 def run_part(name: str, device: torch.device, folder: Path, tiny: bool) -> Path:
-    """One part, in this process; returns its file. ValueError for an unknown name."""
+    """Run one part in this process; returns its file. ValueError for an unknown name."""
     if name not in PARTS:
         raise ValueError(f"There is no part {name!r}; choose from {', '.join(PARTS)}.")
     recording = Recording(f"gpu-{name}", device, {"tiny": tiny}, folder)
@@ -114,7 +126,7 @@ def run_part(name: str, device: torch.device, folder: Path, tiny: bool) -> Path:
 def report(recording: Recording, what: str, value: float, unit: str, **more: Any) -> None:
     """Print a result and record it.
 
-    More than 100% of a bound stays in the file, marked as such: these parts try bounds as well.
+    More than 100% of a bound is recorded as "over_bound": these parts test the bounds as well.
     """
     share = f", {more['of_bound']:.1%} of the bound" if "of_bound" in more else ""
     if more.get("of_bound", 0) > 1:
@@ -124,7 +136,7 @@ def report(recording: Recording, what: str, value: float, unit: str, **more: Any
 
 
 def ceilings(recording: Recording, tiny: bool) -> None:
-    """What the chip can do: its processors, memory, and the bounds of all that follows."""
+    """What the chip can do: its processors, its memory, and the bounds for all other parts."""
     device = recording.device
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -139,7 +151,7 @@ def ceilings(recording: Recording, tiny: bool) -> None:
         report(recording, "product of 8192³", matmul_peak(device, dtype) / 1e12, "TFLOP/s")
 
 
-# Where the tests marked `gpu` are; others would import what a GPU's machine need not have.
+# The files with tests marked `gpu`; others import packages that a machine with a GPU may lack.
 _TESTS = ("test_gpu.py", "test_paged_attention.py", "test_engine.py")
 _NEED_CHECKPOINT = "default_checkpoint or auto_is_bfloat16"
 
@@ -147,7 +159,7 @@ _NEED_CHECKPOINT = "default_checkpoint or auto_is_bfloat16"
 def tests(recording: Recording, tiny: bool) -> None:
     """The tests marked `gpu`, many at a time: most of the time is compilation.
 
-    The specialized kernels have a run of their own, since no such kernel has run before.
+    The specialized kernels run separately, since no such kernel has run on a GPU before.
     """
     if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("xdist") is None:
         recording.gap("tests", "pytest or pytest-xdist is not installed")
@@ -156,28 +168,29 @@ def tests(recording: Recording, tiny: bool) -> None:
     if not any(cache_folder().glob("*.gguf")):
         recording.gap("tests of the default checkpoint", f"there is none in {cache_folder()}")
         skipped += f" or {_NEED_CHECKPOINT}"
+    _run_tests(recording, "tests", f"not ({skipped})", FIRST["tests"] - 70, tiny)
+    _run_tests(recording, "tests of specialized kernels", "specialized", 50, tiny)
+
+
+def _run_tests(recording: Recording, label: str, chosen: str, limit: float, tiny: bool) -> None:
+    """Report how the tests that pytest's `-k chosen` selects ended within `limit` seconds."""
     names = [str(project_folder() / "tests" / name) for name in _TESTS[: 1 if tiny else None]]
     workers = "1" if tiny else str(max(2, (os.cpu_count() or 4) - 2))
-    for label, chosen, limit in (
-        ("tests", f"not ({skipped})", FIRST["tests"] - 70),
-        ("tests of specialized kernels", "specialized", 50),
-    ):
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-k", chosen, "-vv", "-n", workers]
-        command += ["-p", "no:cacheprovider", *names]
-        with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryFile("w+") as log:
-            # What is tuned while others use the GPU must not be kept.
-            environment = os.environ | {"TRITON_CACHE_DIR": cache}
-            code = run_for(
-                command, limit, cwd=project_folder(), env=environment, stdout=log, stderr=log
-            )
-            log.seek(0)
-            lines = log.read()
-        ended = re.findall(r"(PASSED|FAILED|ERROR|SKIPPED) (\S+::.*)", lines)
-        counts = {
-            kind.lower(): len({test for k, test in ended if k == kind})
-            for kind in ("PASSED", "FAILED", "ERROR", "SKIPPED")
-        }
-        bad = sorted({test for kind, test in ended if kind in ("FAILED", "ERROR")})
-        print(lines[-3000:] if bad or not ended else "", flush=True)
-        stopped = code is None
-        report(recording, label, counts["passed"], "passed", **counts, bad=bad, stopped=stopped)
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-k", chosen, "-vv", "-n", workers]
+    command += ["-p", "no:cacheprovider", *names]
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryFile("w+") as log:
+        # What Triton tunes while other processes use the GPU must not be kept.
+        environment = os.environ | {"TRITON_CACHE_DIR": cache}
+        code = run_for(command, limit, cwd=project_folder(), env=environment, log=log)
+        log.seek(0)
+        lines = log.read()
+    # Read off the log, since a run that was stopped has no summary.
+    ended = re.findall(r"(PASSED|FAILED|ERROR|SKIPPED) (\S+::.*)", lines)
+    counts = {
+        kind.lower(): len({test for k, test in ended if k == kind})
+        for kind in ("PASSED", "FAILED", "ERROR", "SKIPPED")
+    }
+    bad = sorted({test for kind, test in ended if kind in ("FAILED", "ERROR")})
+    print(lines[-3000:] if bad or not ended else "", flush=True)
+    stopped = code is None
+    report(recording, label, counts["passed"], "passed", **counts, bad=bad, stopped=stopped)

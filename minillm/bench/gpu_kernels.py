@@ -1,7 +1,7 @@
 """Parts of `minillm.bench.gpu` that time kernels alone: every configuration, by name.
 
-Bounds: attention's FLOPs over the matrix product's peak; for decode attention and few rows of a
-matrix, the bytes read over the memory's speed.
+Bounds: for attention, its FLOPs over the peak of matrix products; for decode attention and for
+matrices times few rows, the bytes read over the memory bandwidth.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 
 def _bounds(recording: Recording, tiny: bool) -> tuple[float, float]:
-    """FLOP/s and bytes/s; without a meaning where only the code is tried."""
+    """FLOP/s and bytes/s; with `tiny`, which only tests the code, unreachable numbers."""
     if tiny:
         return 1e18, 1e18
     device = recording.device
@@ -38,16 +38,16 @@ def time_calls(
     recording: Recording, calls: Named, label: str, work: float, bound: float,
     *, memory: bool = False,
 ) -> None:  # fmt: skip
-    """A row for each call, its work per second against `bound`; one that fails is a gap.
+    """A row for each call: its work per second against `bound`. A call that fails is a gap.
 
-    work: FLOPs, or with `memory` bytes of kernels so short that they are timed as a graph.
+    work: FLOPs; with `memory`, bytes, of kernels so short that they are timed as a graph.
     """
     scale, unit = (1e9, "GB/s") if memory else (1e12, "TFLOP/s")
     for name, call in calls:
         try:
             speed = work / kernel_seconds(call, recording.device, as_graph=memory)
             report(recording, f"{label}, {name}", speed / scale, unit, of_bound=speed / bound)
-        except Exception as error:  # a compiler's, a driver's: the others are still wanted
+        except Exception as error:  # the compiler's or the driver's: go on with the others
             recording.gap(f"{label}, {name}", str(error).partition("\n")[0] or repr(error))
 
 
@@ -59,7 +59,7 @@ def _config_name(config: Any) -> str:
 
 
 def forward(recording: Recording, tiny: bool) -> None:
-    """Every configuration of the forward kernel, PyTorch's kernels beside it, and its errors."""
+    """Every configuration of the forward kernel, its errors, and PyTorch's kernels beside it."""
     from minillm.kernels.flash_forward import flash_forward
     from minillm.kernels.tuning import by_pointers, forward_configs
 
@@ -99,7 +99,7 @@ def specialized(recording: Recording, tiny: bool) -> None:
 def _prompts(
     recording: Recording, tiny: bool
 ) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor, float]]:
-    """D, N, q, k, v and the FLOPs of causal attention: the largest case first."""
+    """D, N, q, k, v and the FLOPs of causal attention, for each case; the largest first."""
     device, dtype = recording.device, _dtype(recording.device)
     for D in (128, 64):
         for N in (64,) if tiny else (16384, 4096):
@@ -108,12 +108,12 @@ def _prompts(
             yield D, N, q, k, v, 4 * B * H * N**2 * D / 2
 
 
-# What was the default before, for comparison: two groups of warps on one tile.
+# The previous defaults, for comparison: two groups of warps on one tile.
 _BEFORE = {("dkv", 128): (32, 64, 8, 2), ("dq", 128): (64, 64, 8, 2)}
 
 
 def backward(recording: Recording, tiny: bool) -> None:
-    """dK/dV and dQ apart, every configuration."""
+    """Every configuration of the two backward kernels: dK and dV, and dQ."""
     import triton
 
     from minillm.kernels import flash_backward as kernel
@@ -140,45 +140,56 @@ def backward(recording: Recording, tiny: bool) -> None:
 
 
 def decode_attention(recording: Recording, tiny: bool) -> None:
-    """One new token of each sequence: parts of the keys, and pages with deeper pipelines."""
+    """One new token of each sequence: the keys in parts, and pages with deeper pipelines."""
+    _, bandwidth = _bounds(recording, tiny)
+    for S in (64,) if tiny else (2048, 8192, 32768, 131072):
+        for B in (1,) if tiny else (1, 4, 16, 64):
+            _time_key_parts(recording, B, S, bandwidth, tiny)
+    _time_pages(recording, bandwidth, tiny)
+
+
+def _time_key_parts(recording: Recording, B: int, S: int, bandwidth: float, tiny: bool) -> None:
+    """`flash_decode` of S keys of B sequences, with different numbers of parts."""
+    from minillm.kernels import flash_decode as kernel
+
+    device, dtype = recording.device, _dtype(recording.device)
+    K, D = (1, 16) if tiny else (8, 128)
+    H = 4 * K
+    n_bytes = 2 * B * S * K * D * 2  # of keys and values, in 16 bits
+    if n_bytes > 40e9:
+        return
+    n_caches = 1 if tiny else max(1, int(1e9 / n_bytes))  # far more than the L2 cache holds
+    q = torch.randn(B, 1, H, D, device=device, dtype=dtype)
+    caches = torch.randn(n_caches, 2, B, S, K, D, device=device, dtype=dtype)
+    processors = 2
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    choices = {}  # by parts: different numbers of programs may mean the same number of parts
+    for each in (4, 3, 2, 1):
+        choices[max(1, min(each * processors // (B * K), 128, S // 64))] = each
+    for n_parts, each in list(choices.items())[: 1 if tiny else None]:
+        attend = partial(kernel.flash_decode, causal=True, scale=D**-0.5, n_parts=n_parts)
+        all_caches = partial(_each, [partial(attend, q, k, v) for k, v in caches])
+        calls = iter([(f"{each} programs a processor", all_caches)])
+        label, work = f"decode, {S} keys, batch {B}", n_bytes * n_caches
+        time_calls(recording, calls, label, work, bandwidth, memory=True)
+
+
+def _time_pages(recording: Recording, bandwidth: float, tiny: bool) -> None:
+    """Paged attention with pipelines of several depths, and contiguous attention."""
     import triton
 
     from minillm.bench.serve_gpu import paged_and_contiguous
-    from minillm.kernels import flash_decode as kernel
     from minillm.kernels import paged_attention
 
-    device, dtype = recording.device, _dtype(recording.device)
-    _, bandwidth = _bounds(recording, tiny)
-    K, D = (1, 16) if tiny else (8, 128)
-    H = 4 * K
-    for S in (64,) if tiny else (2048, 8192, 32768, 131072):
-        for B in (1,) if tiny else (1, 4, 16, 64):
-            n_bytes = 2 * B * S * K * D * 2
-            if n_bytes > 40e9:
-                continue
-            n_caches = 1 if tiny else max(1, int(1e9 / n_bytes))  # far more than the L2 cache holds
-            q = torch.randn(B, 1, H, D, device=device, dtype=dtype)
-            caches = torch.randn(n_caches, 2, B, S, K, D, device=device, dtype=dtype)
-            label = f"decode, {S} keys, batch {B}"
-            processors = 2
-            if device.type == "cuda":
-                processors = torch.cuda.get_device_properties(device).multi_processor_count
-            choices = {}  # different numbers of programs may make the same number of parts
-            for each in (4, 3, 2, 1):
-                choices[max(1, min(each * processors // (B * K), 128, S // 64))] = each
-            for n_parts, each in list(choices.items())[: 1 if tiny else None]:
-                attend = partial(kernel.flash_decode, causal=True, scale=D**-0.5, n_parts=n_parts)
-                all_caches = partial(_each, [partial(attend, q, k, v) for k, v in caches])
-                calls = iter([(f"{each} programs a processor", all_caches)])
-                work = n_bytes * n_caches
-                time_calls(recording, calls, label, work, bandwidth, memory=True)
     n, length = (2, 64) if tiny else (64, 2048)
-    both = paged_and_contiguous(device, n, length)
-    work = 2 * n * length * 8 * 128 * (2 if device.type == "cuda" else 4)
+    both = paged_and_contiguous(recording.device, n, length)
+    # 8 key/value heads of 128, in the dtype of `paged_and_contiguous`
+    work = 2 * n * length * 8 * 128 * (2 if recording.device.type == "cuda" else 4)
+    label = f"paged, {n} sequences of {length}"
     for stages in (5,) if tiny else (3, 5, 7):
         chosen = triton.Config({"BLOCK_S": 64}, num_warps=4, num_stages=stages)
         calls = iter([(f"{stages} stages", both["paged"])])
-        label = f"paged, {n} sequences of {length}"
         with patch.object(paged_attention, "paged_config", lambda *_, c=chosen: c):
             time_calls(recording, calls, label, work, bandwidth, memory=True)
     calls = iter([("contiguous", both["contiguous"])])
@@ -186,7 +197,7 @@ def decode_attention(recording: Recording, tiny: bool) -> None:
 
 
 def matrices(recording: Recording, tiny: bool) -> None:
-    """Llama-3-8B's four matrices and its head, with 1 to 64 rows: PyTorch, and bits of our own."""
+    """Llama-3-8B's matrices times 1 to 64 rows: in PyTorch, and in our own 16, 8 and 4 bits."""
     from minillm.kernels.few_rows import few_rows_linear
 
     device, dtype = recording.device, _dtype(recording.device)
@@ -211,7 +222,7 @@ def matrices(recording: Recording, tiny: bool) -> None:
 def _stored_forms(
     n: int, N: int, K: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, list[tuple[Tensor, ...]]]:
-    """n matrices in each form, with scales of their own."""
+    """n matrices (N, K) in each form, those in 8 and 4 bits with scales."""
     plain, bytes_, pairs = [], [], []
     for _ in range(n):
         plain.append((torch.randn(N, K, device=device, dtype=dtype),))

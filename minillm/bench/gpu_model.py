@@ -1,6 +1,6 @@
 """Parts of `minillm.bench.gpu` that run a whole model: Llama-3-8B's shapes with random weights.
 
-Bound of a decoded token: the bytes of all weights and of the cache so far, over the memory's speed.
+Bound of a decoded token: the bytes of all weights and of the cache so far, over the bandwidth.
 """
 
 import math
@@ -25,18 +25,23 @@ from minillm.serving.cuda_graphs import GraphedSequence
 from minillm.serving.engine import Engine, EngineConfig
 from minillm.serving.workload import azure_load, serve
 
+KERNELS = {"plain": False, "fused kernels": None}
+"""What `Decoder.fast` is set to, by its name in the results."""
+
 
 def large_model(recording: Recording, tiny: bool) -> Decoder:
-    """Llama-3-8B's shapes, or a model of one small layer."""
+    """A model of Llama-3-8B's shapes, or with `tiny` of one small layer."""
     if not tiny:
         return random_model("llama-3-8b", recording.device)
-    sizes = {"n_layers": 1, "d_model": 32, "n_heads": 2, "n_kv_heads": 1, "d_head": 16, "d_ff": 48}
-    config = ModelConfig(**sizes, vocab_size=300, max_seq_len=256)
+    config = ModelConfig(
+        n_layers=1, d_model=32, n_heads=2, n_kv_heads=1, d_head=16, d_ff=48, vocab_size=300,
+        max_seq_len=256,
+    )  # fmt: skip
     return Decoder(config).eval().requires_grad_(False).to(recording.device)
 
 
 def model(recording: Recording, tiny: bool) -> None:
-    """One user: eager, with the fused kernels off, as a graph; a replay alone, kernel by kernel."""
+    """One user: eager and as a graph, each with fused kernels and without; a replay by kernel."""
     device, large = recording.device, large_model(recording, tiny)
     n, prompt = (3, [1, 2, 3]) if tiny else (64, list(range(8)))
     bandwidth = 1e18 if tiny else read_bandwidth(device, large.dtype)
@@ -45,22 +50,29 @@ def model(recording: Recording, tiny: bool) -> None:
     report(recording, "bound of a token", bound * 1e3, "ms")
 
     def token_seconds() -> float:
+        """A longer run minus a shorter one, so that the prompt is not counted."""
+
         def run(k: int) -> float:
             return seconds(lambda: generate(large, prompt, k), device)
 
         run(2)
         return median((run(n + 1) - run(1)) / n for _ in range(1 if tiny else 5))
 
-    on_gpu = device.type == "cuda"
-    for name, fused in (("plain", False), ("fused kernels", None)):
+    for name, fused in KERNELS.items():
         large.fast = fused
         took = token_seconds()
         report(recording, f"a token, {name}", took * 1e3, "ms", of_bound=bound / took)
-    if not on_gpu:
+    if device.type == "cuda":
+        _graphs(recording, large, prompt, n, bound)
+    else:
         recording.gap("graphs", "they need a CUDA device")
-        return
+
+
+def _graphs(recording: Recording, large: Decoder, prompt: list[int], n: int, bound: float) -> None:
+    """A token by replaying a CUDA graph; the replay alone; its kernels."""
+    device = recording.device
     replays: dict[str, Callable[[], None]] = {}
-    for name, fused in (("plain", False), ("fused kernels", None)):
+    for name, fused in KERNELS.items():
         large.fast = fused
         sequence = GraphedSequence(large, len(prompt) + 2 * n)
         sequence(prompt)
@@ -71,12 +83,12 @@ def model(recording: Recording, tiny: bool) -> None:
         alone = device_seconds(graph.replay, device)
         report(recording, f"a replay alone, {name}", alone * 1e3, "ms", of_bound=bound / alone)
         replays[name] = graph.replay
-    for name, replay in replays.items():  # at the end: the profiler slows what comes after it
+    for name, replay in replays.items():  # at the end: the profiler slows everything after it
         _profile(recording, name, replay)
 
 
 def _profile(recording: Recording, name: str, replay: Callable[[], None]) -> None:
-    """Microseconds of one replay by kernel, the longest first."""
+    """Microseconds of one replay, by kernel, the longest first."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
@@ -90,14 +102,14 @@ def _profile(recording: Recording, name: str, replay: Callable[[], None]) -> Non
 
 
 def engine(recording: Recording, tiny: bool) -> None:
-    """Many requests: tokens per second, time by part of a step, compilations on the way."""
+    """Many requests: tokens per second, time by part of a step, compilations meanwhile."""
     device, large = recording.device, large_model(recording, tiny)
-    on_gpu = device.type == "cuda"
-    sizes = {"n_blocks": 40, "max_seqs": 4, "max_batch_tokens": 64}
-    if not tiny:
-        sizes = {"n_blocks": 16384, "max_seqs": 256, "max_batch_tokens": 2048}
+    config = EngineConfig(
+        n_blocks=40 if tiny else 16384, max_seqs=4 if tiny else 256,
+        max_batch_tokens=64 if tiny else 2048, cuda_graphs=device.type == "cuda",
+    )  # fmt: skip
     start = time.perf_counter()
-    running = Engine(large, EngineConfig(**sizes, cuda_graphs=on_gpu))
+    running = Engine(large, config)
     report(recording, "making the engine, graphs captured", time.perf_counter() - start, "s")
     n, scale = (3, 0.01) if tiny else (256, 0.25)
     requests = azure_load(math.inf, n, large.config.vocab_size, scale=scale)
@@ -105,7 +117,7 @@ def engine(recording: Recording, tiny: bool) -> None:
         requests = [r for r in requests if len(r.prompt_ids) + r.max_new_tokens < 200]
     n_tokens = sum(request.max_new_tokens for request in requests)
     compiled = count_compilations()
-    for attempt in ("the first time", "again"):
+    for attempt in ("the first time", "again"):  # again: nothing is left to compile
         compiled.clear()
         running.forget_prefixes()
         parts = timed_parts(running)
@@ -117,9 +129,9 @@ def engine(recording: Recording, tiny: bool) -> None:
 
 
 def timed_parts(engine: Engine) -> dict[str, float]:
-    """Seconds in each part of the engine's steps, added up from now on.
+    """Seconds in each part of the engine's steps, summed from now on.
 
-    The forward pass ends with a look at its tokens, so a GPU's time is in it.
+    The forward pass ends when its tokens are read, so it includes the GPU's time.
     """
     import minillm.serving.engine as module
 
@@ -148,7 +160,7 @@ def timed_parts(engine: Engine) -> dict[str, float]:
 
 
 def count_compilations() -> list[str]:
-    """A list that gets the name of every kernel that Triton compiles from now on."""
+    """A list to which the name of every kernel is added that Triton compiles from now on."""
     import triton
 
     names: list[str] = []

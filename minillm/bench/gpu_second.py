@@ -1,4 +1,4 @@
-"""The second call of `minillm.bench.gpu`: peers and lessons, which take long to start."""
+"""The second set of parts of `minillm.bench.gpu`: peers and lessons, which are slow to start."""
 
 import importlib.util
 import subprocess
@@ -23,7 +23,7 @@ from minillm.tools.folders import project_folder
 
 
 def flex(recording: Recording, tiny: bool) -> None:
-    """FlexAttention, compiled, and PyTorch's plain attention beside the forward kernel."""
+    """The forward kernel against compiled FlexAttention and PyTorch's own attention."""
     device = recording.device
     if device.type != "cuda":
         recording.gap("FlexAttention", "compiled for CUDA devices only")
@@ -39,7 +39,7 @@ def flex(recording: Recording, tiny: bool) -> None:
 
 
 def transformers(recording: Recording, tiny: bool) -> None:
-    """One user and many, against transformers' generate and its continuous batching."""
+    """One user, against transformers' generate; many, against its continuous batching."""
     device = recording.device
     if not has("transformers", recording, "transformers"):
         return
@@ -65,7 +65,7 @@ def transformers(recording: Recording, tiny: bool) -> None:
 
 
 def lessons(recording: Recording, tiny: bool) -> None:
-    """Every lesson from top to bottom; the executed copies go to build/lessons-on-a-gpu."""
+    """Run every lesson; the executed copies go to build/lessons-on-a-gpu."""
     root = project_folder()
     if importlib.util.find_spec("nbconvert") is None:
         recording.gap("lessons", "nbconvert is not installed")

@@ -1,4 +1,4 @@
-"""Loading the default checkpoint in a fresh process: seconds, and peak memory over the model's."""
+"""Loading the default checkpoint in a new process: seconds, and peak memory over the model's."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ print(elapsed, peak_bytes() - before, sum(p.nbytes for p in model.parameters()))
 
 
 def bench(device: torch.device) -> Path:
-    """The default checkpoint."""
+    """Measure the default checkpoint."""
     default = fetch_default()
     recording = Recording("load", device, {"model": default.stem})
     measure_load(recording, default)
@@ -40,7 +40,7 @@ def bench(device: torch.device) -> Path:
 
 
 def measure_load(recording: Recording, checkpoint: Path, *, repeats: int = 5) -> None:
-    """Two rows: seconds, and on a CPU peak memory over the model's bytes."""
+    """Two rows: seconds, and on a CPU peak memory as a multiple of the model's bytes."""
     device = recording.device
     measured: dict[str, list[float]] = {"seconds": [], "peak_bytes": [], "model_bytes": []}
     for _ in range(repeats):
@@ -51,7 +51,7 @@ def measure_load(recording: Recording, checkpoint: Path, *, repeats: int = 5) ->
     took = median(measured["seconds"])
     print(f"load: {took:.2f} s")
     recording.add({"what": "load the default checkpoint", "value": took, "unit": "s"}, measured)
-    if device.type == "cpu":  # on a GPU the model is not in the memory that is counted here
+    if device.type == "cpu":  # only the host's memory was counted
         peak, model_bytes = median(measured["peak_bytes"]), median(measured["model_bytes"])
         ratio = peak / model_bytes
         print(

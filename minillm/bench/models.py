@@ -1,6 +1,6 @@
-"""What the benchmarks measure: the default checkpoint on a CPU, random weights on a GPU.
+"""The models of the benchmarks: the default checkpoint on a CPU, random weights on a GPU.
 
-Speed does not depend on what the weights say, and a GPU's machine may have no network.
+Speed does not depend on the weights' values, and a machine with a GPU may have no network.
 """
 
 import torch
@@ -10,7 +10,7 @@ from minillm.model import Decoder
 
 
 def random_model(preset: str, device: torch.device) -> Decoder:
-    """A published model's shapes with random weights in bfloat16."""
+    """A model of a published one's shapes, with random weights in bfloat16."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -21,15 +21,14 @@ def random_model(preset: str, device: torch.device) -> Decoder:
 
 
 def default_model(device: torch.device, prompts: list[str]) -> tuple[Decoder, list[list[int]]]:
-    """The model of the benchmarks, and the prompts as its token ids.
+    """The model to measure, and the prompts as token ids.
 
     On a GPU, where the weights are random, the ids are the prompts' bytes.
     """
     if device.type == "cuda":
         return random_model("smollm2-135m", device), [list(text.encode()) for text in prompts]
-    from minillm.weights.loading import (
-        load,  # here, so that a GPU's machine needs nothing that it imports
-    )
+    # Imported here, so that a machine with a GPU needs none of its dependencies.
+    from minillm.weights.loading import load
 
     model, tokenizer = load(device=device)
     return model, [tokenizer.encode(text) for text in prompts]

@@ -24,7 +24,7 @@ LLAMA_CPP = "llama.cpp (computes in 4 bit)"
 
 
 def has(package: str, recording: Recording, peer: str) -> bool:
-    """Whether the package of a peer is installed; if not, the recording notes the gap."""
+    """Whether a peer's package is installed; if not, the recording notes the gap."""
     if importlib.util.find_spec(package) is not None:
         return True
     recording.gap(peer, f"{package} is not installed")
@@ -32,7 +32,7 @@ def has(package: str, recording: Recording, peer: str) -> bool:
 
 
 def transformers_twin(model: Decoder) -> "LlamaForCausalLM":
-    """The same weights in Hugging Face transformers' Llama."""
+    """Hugging Face transformers' Llama with the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from minillm.weights.build import parameter_sources
@@ -53,6 +53,7 @@ def transformers_twin(model: Decoder) -> "LlamaForCausalLM":
     )
     with torch.device(model.device):
         twin = LlamaForCausalLM(config).to(model.dtype).eval().requires_grad_(False)
+    # One of our fused matrices is several of theirs, one below the other.
     theirs, ours = dict(twin.named_parameters()), dict(model.named_parameters())
     with torch.no_grad():
         for name, parts in parameter_sources(c).items():
@@ -73,11 +74,13 @@ def transformers_static_batch(
 ) -> None:
     """`n` new tokens of each prompt in one batch, padded to the longest; greedy."""
     longest = max(map(len, prompts))
-    padded = [[0] * (longest - len(p)) + p for p in prompts]
+    padded = [[0] * (longest - len(p)) + p for p in prompts]  # on the left: answers begin together
     mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
     ids, seen = torch.tensor(padded, device=twin.device), torch.tensor(mask, device=twin.device)
-    limits = {"max_new_tokens": n, "min_new_tokens": n, "do_sample": False, "pad_token_id": 0}
-    out = twin.generate(ids, attention_mask=seen, **limits)
+    out = twin.generate(
+        ids, attention_mask=seen, max_new_tokens=n, min_new_tokens=n, do_sample=False,
+        pad_token_id=0,
+    )  # fmt: skip
     assert out.shape == (len(prompts), longest + n)
 
 
@@ -85,9 +88,9 @@ def transformers_static_batch(
 def transformers_continuous(
     twin: "LlamaForCausalLM",
 ) -> Iterator[Callable[[Sequence[TimedRequest]], None]]:
-    """A function that sends requests through transformers' continuous batching, set up before.
+    """A function that serves requests with transformers' continuous batching, already set up.
 
-    Not to be used in inference mode: its thread writes into tensors that are made here.
+    Not for inference mode: its thread writes into tensors that are created here.
     """
     from transformers import GenerationConfig
 
@@ -99,7 +102,7 @@ def transformers_continuous(
         def serve(requests: Sequence[TimedRequest]) -> None:
             for request in requests:
                 manager.add_request(list(request.prompt_ids), max_new_tokens=request.max_new_tokens)
-            tokens: list[int] = []
+            tokens: list[int] = []  # of each finished request
             while len(tokens) < len(requests):
                 result = manager.get_result(timeout=1)
                 if result is None and not manager.is_running():
@@ -116,25 +119,25 @@ def transformers_continuous(
 def llama_cpp_seconds(prompts: list[list[int]], lengths: list[int], n_threads: int) -> float:
     """Seconds that llama.cpp's server needs with 8 slots.
 
-    In a process of its own: its idle threads would slow the others.
+    In its own process, since its idle threads would slow the other peers.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_llama_cpp, prompts, lengths, n_threads).result()
 
 
 def llama_cpp_decode_seconds(prompt: list[int], n: int, n_threads: int) -> float:
-    """Seconds per decoded token of one request: a longer answer less a shorter one.
+    """Seconds per decoded token of one request: a longer answer minus a shorter one.
 
-    In a process of its own, as above.
+    In its own process, as above.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_llama_cpp_decode, prompt, n, n_threads).result()
 
 
 def _llama_cpp_server(n_slots: int, n_threads: int) -> Callable[[list[int], int], int]:
-    """The default checkpoint in llama.cpp's server, which multiplies in the file's 4-bit format.
+    """The default checkpoint in llama.cpp's server, which computes in the file's 4-bit format.
 
-    Returns a function that asks for n tokens after a prompt and says how many came.
+    Returns a function that asks for n tokens after a prompt, and returns how many came.
     """
     import xllamacpp
 
@@ -164,7 +167,7 @@ def _llama_cpp_decode(prompt: list[int], n: int, n_threads: int) -> float:
 
 
 def _llama_cpp(prompts: list[list[int]], lengths: list[int], n_threads: int) -> float:
-    """Loading is not counted."""
+    """Seconds to answer all prompts at once, without loading the model."""
     ask = _llama_cpp_server(8, n_threads)
     with ThreadPoolExecutor(len(prompts)) as pool:
         assert set(pool.map(ask, prompts, [2] * len(prompts))) == {2}  # warm up

@@ -1,4 +1,4 @@
-"""A prompt in one pass, logits of the last token, against FLOPs over the measured matmul peak."""
+"""A prompt in one pass, with the last token's logits, against FLOPs over the matmul peak."""
 
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ N_TOKENS = 512
 
 
 def bench(device: torch.device) -> Path:
-    """The default model, with a prompt of 512 tokens."""
+    """Measure the default model with a prompt of 512 tokens."""
     model, _ = default_model(device, [])
     flops = costs.prefill_flops(model.config, N_TOKENS, last_logits_only=True)
     settings = {"model": model.config.name, "prompt_tokens": N_TOKENS, "flops": flops}
@@ -29,9 +29,9 @@ def bench(device: torch.device) -> Path:
 
 
 def measure_prefill(recording: Recording, model: Decoder, n: int, *, repeats: int = 15) -> None:
-    """Prompt tokens per second, of the bound, and against transformers.
+    """One row: prompt tokens per second, as a share of the bound, against transformers.
 
-    On a CPU a second row has the matrices prepacked.
+    On a CPU a second row has prepacked matrices.
     """
     device, dtype = model.device, dtype_name(model.dtype)
     flops = costs.prefill_flops(model.config, n, last_logits_only=True)
@@ -54,7 +54,8 @@ def measure_prefill(recording: Recording, model: Decoder, n: int, *, repeats: in
             twin(tokens, use_cache=True, logits_to_keep=1)
 
         fns["transformers"] = lambda: seconds(theirs, device)
-    fns["bound"] = lambda: flops / matmul_peak(device, model.dtype)  # takes its turn
+    # The bound takes its turn like the others: the machine is not always equally fast.
+    fns["bound"] = lambda: flops / matmul_peak(device, model.dtype)
     times = alternate(fns, repeats)
     took = {who: median(values) for who, values in times.items()}
     bound = took.pop("bound")

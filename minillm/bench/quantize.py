@@ -1,9 +1,10 @@
 """Fewer bits, fewer weights: bytes, quality and speed together, and against llama.cpp.
 
-Bound of decode: what is stored, over the measured bandwidth (`quantize.decode_bytes`). Quality is
-measured at the beginning of two texts, whose ends are the calibration, by perplexity, and by the KL
-divergence and the agreement of the likeliest tokens with the float32 model. The default checkpoint
-lies on a 4-bit grid already: `load(dtype="int4")` keeps its numbers, `quantize` rounds them again.
+Bound of decode: the stored bytes over the measured bandwidth (`quantize.decode_bytes`). Quality is
+measured at the beginning of two texts, whose ends are the calibration data: perplexity, and against
+the float32 model the KL divergence and the agreement of the most likely tokens. The default
+checkpoint is in 4 bits already: `load(dtype="int4")` keeps its numbers, `quantize` rounds them
+again.
 """
 
 import gc
@@ -31,7 +32,7 @@ Forms = dict[str, Callable[[], Decoder]]
 
 
 def bench(device: torch.device) -> Path:
-    """On a CPU: the default checkpoint in every form."""
+    """Measure the default checkpoint in every form, on a CPU."""
     from minillm.weights.loading import load
 
     if device.type == "cuda":
@@ -61,7 +62,7 @@ def bench(device: torch.device) -> Path:
 def _forms(
     model: Decoder, load: Callable[[str], Decoder], calibration: dict[str, torch.Tensor]
 ) -> Forms:
-    """Every form of the model by its name in the tables. calibration: a batch of each text."""
+    """Every form of the model, by its name in the tables. calibration: a batch of each text."""
 
     def made(scheme: str, **options: Any) -> Callable[[], Decoder]:
         return lambda: quantize(model, scheme, **options)
@@ -69,8 +70,7 @@ def _forms(
     def sparse(**options: Any) -> Callable[[], Decoder]:
         return lambda: sparsify(model, **options)
 
-    known = {"calibration": list(calibration.values())}
-    half_known = {"calibration": calibration["python"]}
+    known, half_known = list(calibration.values()), calibration["python"]
     return {
         "float32": lambda: model,
         "bfloat16": lambda: load("bfloat16"),
@@ -79,23 +79,23 @@ def _forms(
         "w8a8, one scale a tensor": made("w8a8", per="tensor"),
         "w8a8": made("w8a8"),
         "llm_int8": made("llm_int8"),
-        "llm_int8, calibrated": made("llm_int8", **known),
-        "smoothquant": made("smoothquant", **known),
+        "llm_int8, calibrated": made("llm_int8", calibration=known),
+        "smoothquant": made("smoothquant", calibration=known),
         "int4, the file's own": lambda: load("int4"),
         "int4": made("int4"),
         "int4, groups of 64": made("int4", group_size=64),
         "int4, symmetric": made("int4", symmetric=True),
-        "gptq": made("gptq", **known),
-        "awq": made("awq", **known),
+        "gptq": made("gptq", calibration=known),
+        "awq": made("awq", calibration=known),
         "3 bits": made("int4", bits=3),
-        "3 bits, gptq": made("gptq", bits=3, **known),
-        "3 bits, gptq, python only": made("gptq", bits=3, **half_known),
-        "3 bits, awq": made("awq", bits=3, **known),
+        "3 bits, gptq": made("gptq", bits=3, calibration=known),
+        "3 bits, gptq, python only": made("gptq", bits=3, calibration=half_known),
+        "3 bits, awq": made("awq", bits=3, calibration=known),
         "2:4, magnitude": sparse(),
-        "2:4, wanda": sparse(method="wanda", **known),
-        "2:4, wanda, recovered": sparse(method="wanda", recover=True, **known),
+        "2:4, wanda": sparse(method="wanda", calibration=known),
+        "2:4, wanda, recovered": sparse(method="wanda", recover=True, calibration=known),
         "2:4, wanda, recovered, int8": sparse(
-            method="wanda", recover=True, values="int8", **known
+            method="wanda", recover=True, values="int8", calibration=known
         ),
     }  # fmt: skip
 
@@ -104,16 +104,24 @@ def measure_speed(
     recording: Recording, models: dict[str, Decoder], prompt: list[int], *,
     n: int = 48, prompt_tokens: int = 512, repeats: int = 7,
 ) -> None:  # fmt: skip
-    """A row for each form: decoded tokens a second; and the prompt tokens a second of a prefill."""
+    """Two rows for each form: decoded tokens per second, and prompt tokens per second."""
+    _measure_decode(recording, models, prompt, n, repeats)
+    _measure_prefill(recording, models, prompt_tokens, repeats)
+
+
+def _measure_decode(
+    recording: Recording, models: dict[str, Decoder], prompt: list[int], n: int, repeats: int
+) -> None:
     device = recording.device
-    fns = {
-        name: (lambda m: lambda: decode_seconds(lambda k: generate(m, prompt, k), n, device))(model)
-        for name, model in models.items()
-    }
+
+    def timed(model: Decoder) -> Callable[[], float]:
+        return lambda: decode_seconds(lambda k: generate(model, prompt, k), n, device)
+
+    fns = {name: timed(model) for name, model in models.items()}
     if has("xllamacpp", recording, LLAMA_CPP):
         threads = torch.get_num_threads()
         fns[LLAMA_CPP] = lambda: llama_cpp_decode_seconds(prompt, n, threads)
-    # The bandwidth takes its turn: memory that is shared is not always as fast.
+    # The bandwidth takes its turn like the others: shared memory is not always equally fast.
     fns["second per byte"] = lambda: 1 / read_bandwidth(device, torch.bfloat16)
     times = alternate(fns, repeats)
     bandwidth = [1 / t for t in times.pop("second per byte")]
@@ -136,13 +144,18 @@ def measure_speed(
         }
         recording.add(row, {f"decode {name}": times[name]})
     recording.add(None, {"bandwidth": bandwidth, LLAMA_CPP: times.get(LLAMA_CPP, [])})
-    prefills = {name: _prefill(model, prompt_tokens) for name, model in models.items()}
+
+
+def _measure_prefill(
+    recording: Recording, models: dict[str, Decoder], n: int, repeats: int
+) -> None:
+    prefills = {name: _prefill(model, n) for name, model in models.items()}
     times = alternate(prefills, repeats)
     base = median(times["float32"])
     for name, values in times.items():
         row = {
-            "what": f"prefill of {prompt_tokens} tokens, {name}",
-            "value": prompt_tokens / median(values),
+            "what": f"prefill of {n} tokens, {name}",
+            "value": n / median(values),
             "unit": "tokens/s",
             "against": {} if name == "float32" else {"float32": base / median(values)},
         }
@@ -151,6 +164,7 @@ def measure_speed(
 
 
 def _prefill(model: Decoder, n: int) -> Callable[[], float]:
+    """A function that times a prefill of n tokens."""
     tokens = (torch.arange(n, device=model.device) * 7 % model.config.vocab_size)[None]
 
     @torch.inference_mode()
@@ -163,7 +177,7 @@ def _prefill(model: Decoder, n: int) -> Callable[[], float]:
 def measure_quality(
     recording: Recording, model: Decoder, forms: Forms, texts: dict[str, list[int]]
 ) -> None:
-    """Of every form: bytes, perplexity on each text, KL divergence and agreement on the first."""
+    """For every form: bytes, perplexity on each text, KL divergence and agreement on the first."""
     first = next(iter(texts.values()))
     quality = recording.document["quality"] = {}
     for name, make in forms.items():
@@ -177,15 +191,15 @@ def measure_quality(
         }
         print(f"{name}: {quality[name]}", flush=True)
         recording.add(None, {})
-        del form
+        del form  # before the next one is made, so that only one is in memory
         gc.collect()
 
 
 @torch.inference_mode()
 def measure_caches(recording: Recording, model: Decoder, ids: list[int]) -> None:
-    """Of every form of the KV cache: bytes a token, KL divergence and agreement."""
+    """For every form of the KV cache: bytes per token, KL divergence and agreement."""
     tokens = torch.tensor([ids])
-    right = model(tokens)[0].log_softmax(-1)
+    right = model(tokens)[0].log_softmax(-1)  # (T, V)
     caches = recording.document["caches"] = {}
     for bits in (8, 4):
         for keys in ("token", "channel"):

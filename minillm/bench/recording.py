@@ -1,4 +1,4 @@
-"""Recording a benchmark: every repeat with hardware, versions and date, written part by part."""
+"""Recording a benchmark: every repeat, with hardware, versions and date, written part by part."""
 
 import datetime
 import json
@@ -40,10 +40,10 @@ def _version(package: str) -> str | None:
 
 
 class Recording:
-    """One benchmark's file, `NAME.HARDWARE.json`; each `add` writes all that is known so far.
+    """One benchmark's file, `NAME.HARDWARE.json`; each `add` writes everything known so far.
 
-    So a benchmark that is cut short has recorded the parts that were done. folder:
-    `figures/data/` unless given.
+    So a benchmark that is cut short has recorded the parts it completed. folder: `figures/data/`
+    unless given.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Recording:
         self.path = (folder or data_folder()) / f"{name}.{label}.json"
 
     def gap(self, peer: str, reason: str) -> None:
-        """Note that the peer cannot be measured; every row from now on says so."""
+        """Note that a peer cannot be measured, and why; every later row says so."""
         print(f"  {peer}: {reason}", flush=True)
         self._gaps[peer] = reason
         self.document["gaps"] = dict(self._gaps)
@@ -78,8 +78,8 @@ class Recording:
     def add(self, row: dict[str, Any] | None, repeats: Repeats) -> None:
         """Add a part: the row that the README shows, if any, and the raw numbers behind it.
 
-        A row has "what", "value" and "unit"; it may have "of_bound", and "against" with a ratio
-        for each peer. RuntimeError for more than 100% of a bound: something was not measured right.
+        A row has "what", "value" and "unit", and may have "of_bound", and "against" with a ratio
+        for each peer. RuntimeError for more than 100% of a bound: some measurement is wrong.
         """
         if row is not None and row.get("of_bound", 0) > 1:
             raise RuntimeError(
@@ -99,9 +99,9 @@ class Recording:
 def kernel_seconds(fn: Callable[[], Any], device: torch.device, *, as_graph: bool = False) -> float:
     """Seconds of one call.
 
-    GPU kernels are timed by Triton's own benchmarks: events on the device, caches flushed between.
-    as_graph: for kernels shorter than their launch, which would be timed instead: many calls as one
-    CUDA graph. Caches stay warm then, so `fn` must go through more memory than they hold.
+    GPU kernels are timed by Triton's own functions: events on the device, caches flushed between
+    calls. as_graph: time many calls as one CUDA graph, for kernels so short that otherwise their
+    launch would be timed. Caches then stay warm, so `fn` must read more memory than they hold.
     """
     if device.type != "cuda":
         return seconds(fn, device)

@@ -1,12 +1,12 @@
-"""Many requests through the engine, against its peers; paging's waste; prefixes; the overhead.
+"""Many requests through the engine, against its peers; wasted memory, prefixes, overhead.
 
-16 concurrent short requests against one at a time, transformers' static batch and (on a CPU)
-llama.cpp's server. With answers of one length a static batch wastes nothing, and what is compared
-is the forward pass alone. With answers like Azure's, some short and some long, a static batch
-computes them all until the longest is done.
-The bound is a decode step's bytes, weights once for all 16. A CPU does not reach it: with 16 rows a
-matrix product is no longer bound by memory; `minillm.prepack`, used here on a CPU, says how far it
-is and what was tried.
+16 concurrent short requests, against one at a time, transformers' static batch and (on a CPU)
+llama.cpp's server. With answers of equal length a static batch wastes nothing, so only the forward
+pass is compared. With answers like Azure's, some short and some long, a static batch computes them
+all until the longest is done.
+The bound is a decode step's bytes, with the weights read once for all 16. A CPU does not reach it:
+with 16 rows a matrix product is no longer bound by memory. `minillm.prepacked`, used here on a CPU,
+says more.
 """
 
 import random
@@ -32,7 +32,7 @@ from minillm.bench.peers import (
 from minillm.bench.recording import Recording, dtype_name
 from minillm.fragmentation import simulate
 from minillm.generation import generate
-from minillm.measure import alternate, multiplies_bfloat16, seconds
+from minillm.measure import Repeats, alternate, multiplies_bfloat16, seconds
 from minillm.model import Decoder
 from minillm.prepacked import prepack
 from minillm.sampling import Sampling
@@ -44,7 +44,7 @@ _TOPICS = ("Rome", "salt", "the moon", "a spoon", "rivers", "glass", "an owl", "
 
 
 def bench(device: torch.device) -> Path:
-    """The default model, and on a GPU Llama-3-8B's shapes as well."""
+    """Measure the default model, and on a GPU Llama-3-8B's shapes as well."""
     asked = [f"Write {size} story about {t}." for size in ("a short", "a long") for t in _TOPICS]
     model, prompts = default_model(device, asked)
     generator = random.Random(0)
@@ -71,7 +71,7 @@ def bench(device: torch.device) -> Path:
 
 
 def _in_bfloat16(device: torch.device) -> Decoder:
-    """The default checkpoint, prepacked where the CPU has the products for it."""
+    """The default checkpoint in bfloat16, prepacked if the CPU has instructions for it."""
     from minillm.weights.loading import load
 
     model, _ = load(device=device, dtype="bfloat16")
@@ -88,25 +88,23 @@ def measure_requests(
     llama_cpp: bool,
     repeats: int = 5,
 ) -> None:
-    """A row for each kind of answers and each of `forms`: tokens a second of the engine, and peers.
+    """A row for each kind of answers and each of `forms`: the engine's tokens per second.
 
-    forms: what the engine computes with. The first is compared with its own requests one at a time
-    and with the peers, one of which runs `model` itself; the others with the first, and with
-    llama.cpp. Only tokens that were asked for count.
+    forms: the model in the formats that the engine computes in. The first is compared with the same
+    requests one at a time and with the peers, one of which runs `model` itself; the others with the
+    first, and with llama.cpp. Only tokens that were asked for count.
     """
     device = model.device
     config = EngineConfig(n_blocks=256, max_seqs=16, cuda_graphs=device.type == "cuda")
     engines = {name: Engine(served, config) for name, served in forms.items()}
-    first, *more = forms
-    twin = None
-    if has("transformers", recording, "transformers"):
-        twin = transformers_twin(model)
+    twin = transformers_twin(model) if has("transformers", recording, "transformers") else None
     llama_cpp = llama_cpp and has("xllamacpp", recording, LLAMA_CPP)
     for kind, lengths in answers.items():
         calls: dict[str, Callable[[], Any]] = {
             name: partial(_serve_all, engine, prompts, lengths) for name, engine in engines.items()
         }
-        calls["one at a time"] = partial(_one_by_one, forms[first], prompts, lengths)
+        first = next(iter(forms.values()))
+        calls["one at a time"] = partial(_one_by_one, first, prompts, lengths)
         if twin is not None:
             longest = max(lengths)
             calls["transformers"] = partial(transformers_static_batch, twin, prompts, longest)
@@ -114,26 +112,33 @@ def measure_requests(
         if llama_cpp:
             threads = torch.get_num_threads()
             timed[LLAMA_CPP] = partial(llama_cpp_seconds, prompts, lengths, threads)
-        times = alternate(timed, repeats)
-        took = {name: median(values) for name, values in times.items()}
-        what = f"serve {len(prompts)} requests at once, answers {kind}"
-        in_words = ", ".join(f"{name} {sum(lengths) / t:,.0f}" for name, t in took.items())
-        print(f"{what}: {in_words} tokens/s")
-        peers = {first: [name for name in took if name not in forms]}
-        peers |= {name: [peer for peer in (first, LLAMA_CPP) if peer in took] for name in more}
-        every = {f"{name}, answers {kind}": values for name, values in times.items()}
-        for name, others in peers.items():
-            row = {
-                "what": f"{what}, {name}",
-                "value": sum(lengths) / took[name],
-                "unit": "tokens/s",
-                "against": {other: took[other] / took[name] for other in others},
-            }
-            recording.add(row, every)
+        _add_requests(recording, kind, lengths, list(forms), alternate(timed, repeats))
+
+
+def _add_requests(
+    recording: Recording, kind: str, lengths: list[int], forms: list[str], times: Repeats
+) -> None:
+    """A row for each of the engine's forms, from the times of all of them and of the peers."""
+    first, *more = forms
+    took = {name: median(values) for name, values in times.items()}
+    what = f"serve {len(lengths)} requests at once, answers {kind}"
+    in_words = ", ".join(f"{name} {sum(lengths) / t:,.0f}" for name, t in took.items())
+    print(f"{what}: {in_words} tokens/s")
+    peers = {first: [name for name in took if name not in forms]}
+    peers |= {name: [peer for peer in (first, LLAMA_CPP) if peer in took] for name in more}
+    every = {f"{name}, answers {kind}": values for name, values in times.items()}
+    for name, others in peers.items():
+        row = {
+            "what": f"{what}, {name}",
+            "value": sum(lengths) / took[name],
+            "unit": "tokens/s",
+            "against": {other: took[other] / took[name] for other in others},
+        }
+        recording.add(row, every)
 
 
 def _serve_all(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> None:
-    engine.forget_prefixes()  # a prompt met a second time would be cheaper
+    engine.forget_prefixes()  # a known prompt would be cheaper
     asked = list(zip(prompts, lengths, strict=True))
     ids = [engine.submit(prompt, n) for prompt, n in asked]
     out = engine.run()
@@ -146,7 +151,7 @@ def _one_by_one(model: Decoder, prompts: list[list[int]], lengths: list[int]) ->
 
 
 def measure_paging_waste(recording: Recording, *, n_requests: int = 300, repeats: int = 5) -> None:
-    """One row: mean share of empty slots in the blocks handed out, in a simulation."""
+    """One row: the mean share of empty slots in allocated blocks, in a simulation."""
 
     def waste(seed: int) -> float:
         generator = random.Random(seed)
@@ -163,7 +168,7 @@ def measure_paging_waste(recording: Recording, *, n_requests: int = 300, repeats
 
 
 def measure_prefix(recording: Recording, model: Decoder, n: int = 512, repeats: int = 9) -> None:
-    """One row: TTFT of a request whose first `n` tokens are known, over that of the first time."""
+    """One row: TTFT of a request with `n` tokens in the prefix cache, over TTFT without them."""
     first, again = [], []
     for seed in range(repeats):
         generator, vocab = random.Random(seed), model.config.vocab_size
@@ -180,10 +185,10 @@ def measure_prefix(recording: Recording, model: Decoder, n: int = 512, repeats: 
 def measure_overhead(
     recording: Recording, model: Decoder, n: int = 64, n_new: int = 16, repeats: int = 5
 ) -> None:
-    """Two rows: the share of the steps' time outside the model, greedy and with sampled tokens.
+    """Two rows: the share of the steps' time outside the model, for greedy and sampled tokens.
 
-    `n` requests decode. What counts is scheduling, block tables, the batch's tensors, picking
-    tokens, statistics.
+    It goes to scheduling, block tables, the batch's tensors, drawing tokens and statistics. n
+    requests decode.
     """
     kinds = {"": None, ", sampled (top-k 40)": Sampling(0.8, top_k=40, seed=0)}
     for kind, sampling in kinds.items():
@@ -207,8 +212,10 @@ def _overhead(model: Decoder, n: int, n_new: int, sampling: Sampling | None) -> 
 
         return call
 
-    parts = {"hidden": timed(model.hidden), "head": timed(model.head), "device": model.device}
-    engine.model = SimpleNamespace(**parts)
+    # A stand-in with all that the engine uses of the model.
+    engine.model = SimpleNamespace(
+        hidden=timed(model.hidden), head=timed(model.head), device=model.device
+    )
     start = time.perf_counter()
     engine.run()
     return 1 - inside / (time.perf_counter() - start)
@@ -222,7 +229,7 @@ def _add_share(
 
 
 def load_test(device: torch.device, rate: float, n_requests: int, seed: int = 0) -> None:
-    """Serve `n_requests` at `rate` a second and print what their users felt.
+    """Serve `n_requests` at `rate` a second and print the latencies that users see.
 
     Lengths are like Azure's, scaled to a tenth.
     """

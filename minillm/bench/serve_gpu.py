@@ -1,7 +1,7 @@
 """Serving Llama-3-8B's shapes on a GPU; part of the benchmark serve. Not run on a GPU yet.
 
-One user with CUDA graphs against the bound of the memory; 256 requests at once against
-transformers' continuous batching; paged against contiguous attention at the same work.
+One user with CUDA graphs, against the memory's bound; 256 requests at once, against transformers'
+continuous batching; paged against contiguous attention, for the same work.
 """
 
 import math
@@ -28,7 +28,7 @@ from minillm.serving.workload import TimedRequest, azure_load, serve
 
 
 def measure_large(recording: Recording) -> None:
-    """All three, in this order."""
+    """Measure all three, in this order."""
     large = random_model("llama-3-8b", recording.device)
     measure_one_user(recording, large, cuda_graphs=True)
     config = EngineConfig(n_blocks=8192, max_seqs=256, max_batch_tokens=2048, cuda_graphs=True)
@@ -39,7 +39,7 @@ def measure_large(recording: Recording) -> None:
 def measure_one_user(
     recording: Recording, model: Decoder, *, cuda_graphs: bool, n: int = 128, repeats: int = 7
 ) -> None:
-    """One row: tokens per second of one request through the engine, of the bound."""
+    """One row: tokens per second of one request through the engine, as a share of the bound."""
     device, dtype = model.device, model.dtype
     alone = Engine(model, EngineConfig(n_blocks=32, max_seqs=1, cuda_graphs=cuda_graphs))
 
@@ -48,7 +48,7 @@ def measure_one_user(
         return alone.run()[request].tpot
 
     bandwidth = [read_bandwidth(device, dtype) for _ in range(repeats)]
-    times = [tpot() for _ in range(repeats + 2)][2:]
+    times = [tpot() for _ in range(repeats + 2)][2:]  # the first two warm up
     bound = costs.decode_bytes(model.config, 1, 8 + n // 2, dtype) / median(bandwidth)
     row = {
         "what": f"decode with CUDA graphs, {model.config.name}, bfloat16",
@@ -69,14 +69,14 @@ def measure_many(
     scale: float = 0.25,
     repeats: int = 5,
 ) -> None:
-    """One row: output tokens per second, all requests sent at once."""
+    """One row: output tokens per second, with all requests sent at once."""
     engine, vocab = Engine(model, config), model.config.vocab_size
     generator = random.Random(0)
     lengths = azure_load(math.inf, n_requests, vocab, scale=scale)
     tokens = sum(request.max_new_tokens for request in lengths)
 
     def fresh() -> list[TimedRequest]:
-        """The same lengths with prompts that are in nobody's prefix cache."""
+        """The same lengths with new prompts, which are in no prefix cache."""
         return [
             replace(load, prompt_ids=[generator.randrange(vocab) for _ in load.prompt_ids])
             for load in lengths
@@ -87,7 +87,7 @@ def measure_many(
 
     fns = {"minillm": partial(seconds, ours, model.device)}
     peer = "transformers' continuous batching"
-    with ExitStack() as stack:  # both engines are made, and their graphs captured, before
+    with ExitStack() as stack:  # both engines are set up, graphs included, before they are timed
         if model.device.type == "cuda" and has("transformers", recording, peer):
             theirs = stack.enter_context(transformers_continuous(transformers_twin(model)))
             fns[peer] = partial(seconds, lambda: theirs(fresh()), model.device)
@@ -107,7 +107,7 @@ def measure_many(
 def measure_layouts(
     recording: Recording, n: int = 64, length: int = 2048, repeats: int = 7
 ) -> None:
-    """One row: the speed of paged attention over that of contiguous, at the same work."""
+    """One row: the speed of paged attention over contiguous attention, for the same work."""
     device = recording.device
     calls = paged_and_contiguous(device, n, length)
     timed = partial(kernel_seconds, device=device, as_graph=True)
@@ -125,14 +125,14 @@ def measure_layouts(
 def paged_and_contiguous(
     device: torch.device, n: int, length: int
 ) -> dict[str, Callable[[], Tensor]]:
-    """One new token of each of `n` sequences: the same numbers, laid out both ways.
+    """Attention of one new token of each of `n` sequences: the same numbers in both layouts.
 
-    32 heads on 8 of 128 dimensions.
+    32 query heads share 8 key/value heads of 128.
     """
     size, dtype = 16, torch.bfloat16 if device.type == "cuda" else torch.float32
     q = torch.randn(n, 1, 32, 128, device=device, dtype=dtype)
     k, v = torch.randn(2, n, length, 8, 128, device=device, dtype=dtype)
-    order = torch.randperm(n * length // size, device=device)  # blocks lie anywhere
+    order = torch.randperm(n * length // size, device=device)  # a sequence's blocks lie anywhere
     pages = tuple(torch.empty(len(order), size, 8, 128, device=device, dtype=dtype) for _ in "kv")
     for page, x in zip(pages, (k, v), strict=True):
         page[order] = x.reshape(page.shape)

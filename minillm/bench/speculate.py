@@ -1,9 +1,9 @@
 """Speculative decoding: each drafter on each kind of text, against plain decoding and transformers.
 
 The target computes in the format, of 16 bits or more, in which a pass over a few tokens costs least
-beside one over a single token; which one that is, the table of passes says, measured first. Bound:
-none of its own. The prediction (`prediction`) is made of the tokens a pass that were counted and of
-that table. It leaves out what is around the passes: drawing, comparing, forgetting.
+compared with a pass over one. The table of passes, measured first, says which format that is. There
+is no bound; instead there is a prediction (`prediction`), from the counted tokens per pass and that
+table. It leaves out the work between passes: drawing, comparing, rewinding the cache.
 """
 
 import json
@@ -44,14 +44,15 @@ if TYPE_CHECKING:
 
 N_NEW, KS, ENGINE_K, REPEATS = 48, (1, 2, 4), 3, 5
 ROWS = (1, 2, 3, 4, 5, 8, 16, 32, 64)
-"""Tokens in the passes of the table; FEW of them are what a verification of 3 guesses takes."""
+"""Tokens in the passes of the table."""
 FEW = 4
+"""Tokens in the pass that verifies 3 draft tokens."""
 PREPACKED = ", prepacked"
 Prompts = list[list[int]]
 
 
 def bench(device: torch.device) -> Path:
-    """On a CPU: the default checkpoint and its student."""
+    """Measure the default checkpoint and its student, on a CPU."""
     from minillm.weights.loading import load
 
     if device.type == "cuda":
@@ -78,7 +79,7 @@ def bench(device: torch.device) -> Path:
 
 
 def prompts_of(tokenizer: Tokenizer) -> dict[str, Prompts]:
-    """Copying: a text to repeat. Chat: questions the student never saw. Prose: a novel goes on."""
+    """Copying: a text to repeat. Chat: questions new to the student. Prose: a novel to continue."""
     tried = json.loads(PACKAGED.with_suffix(".json").read_text(encoding="utf-8"))["tried"]
     novel, manual = evaluation_text("austen"), evaluation_text("python")
     copying = [
@@ -91,7 +92,7 @@ def prompts_of(tokenizer: Tokenizer) -> dict[str, Prompts]:
 
 @torch.inference_mode()
 def pass_seconds(model: Decoder, rows: int, context: int = 128, repeats: int = 15) -> float:
-    """Seconds of a pass over so many tokens after `context` others, with their logits."""
+    """Seconds of a pass over `rows` tokens after `context` others, with their logits."""
     cache = KVCache(model, 1, context + rows)
     tokens = (torch.arange(context + rows) * 7 % model.config.vocab_size)[None].to(model.device)
     model.hidden(tokens[:, :context], cache)
@@ -103,10 +104,10 @@ def pass_seconds(model: Decoder, rows: int, context: int = 128, repeats: int = 1
 
 
 def measure_rows(recording: Recording, device: torch.device, student: Decoder) -> str:
-    """Milliseconds of a pass over a few tokens in each format; returns the best one's name.
+    """Milliseconds of a pass over a few tokens in each format; returns the best format's name.
 
-    It is the one in which FEW tokens cost least beside one, among those that keep 16 bits at least:
-    transformers is compared in the same format.
+    The best is that in which FEW tokens cost least compared with one, among those of at least 16
+    bits, since transformers is compared in the same format.
     """
     from minillm.weights.loading import load
 
@@ -133,28 +134,9 @@ def measure_text(
     drafters: dict[str, Drafter],
     twins: "tuple[LlamaForCausalLM, LlamaForCausalLM] | None",
 ) -> None:
-    """A row for each drafter at its best k, with what was predicted for it."""
+    """A row for each drafter at its best k, with the prediction for it."""
     prompts = prompts[:4]
-
-    def timed(new: Callable[[list[int], int], object]) -> Callable[[], float]:
-        """Seconds a token after the first one: prompts are not counted."""
-        return lambda: decode_seconds(lambda n: [new(p, n) for p in prompts], N_NEW, target.device)
-
-    def ours(drafter: Drafter, k: int) -> Callable[[], float]:
-        return timed(lambda p, n: speculative_generate(target, drafter, p, n, k=k))
-
-    def theirs(**options: object) -> Callable[[], float]:
-        return timed(lambda p, n: transformers_new(twins[0], p, n, options))
-
-    fns = {"plain": timed(lambda p, n: generate(target, p, n))}
-    fns |= {f"{d}, k = {k}": ours(drafters[d], k) for d in drafters for k in KS}
-    if twins is not None:
-        fns |= {
-            "transformers, plain": theirs(),
-            "transformers, n-grams": theirs(prompt_lookup_num_tokens=4),
-            "transformers, student": theirs(assistant_model=twins[1]),
-        }
-    times = alternate(fns, REPEATS)
+    times = alternate(_text_calls(prompts, target, drafters, twins), REPEATS)
     took = {what: median(values) for what, values in times.items()}
     cases = recording.document.setdefault("cases", {})
     for which, drafter in drafters.items():
@@ -178,31 +160,63 @@ def measure_text(
         recording.add(row, {f"{name}: {what}": values for what, values in times.items()})
 
 
+def _text_calls(
+    prompts: Prompts,
+    target: Decoder,
+    drafters: dict[str, Drafter],
+    twins: "tuple[LlamaForCausalLM, LlamaForCausalLM] | None",
+) -> dict[str, Callable[[], float]]:
+    """By name, functions that time a token after the first of all prompts: the prompts don't count.
+
+    Plain decoding, every drafter with every k, and transformers' ways.
+    """
+
+    def timed(new: Callable[[list[int], int], object]) -> Callable[[], float]:
+        return lambda: decode_seconds(lambda n: [new(p, n) for p in prompts], N_NEW, target.device)
+
+    def ours(drafter: Drafter, k: int) -> Callable[[], float]:
+        return timed(lambda p, n: speculative_generate(target, drafter, p, n, k=k))
+
+    def theirs(**options: object) -> Callable[[], float]:
+        return timed(lambda p, n: transformers_new(twins[0], p, n, options))
+
+    fns = {"plain": timed(lambda p, n: generate(target, p, n))}
+    fns |= {f"{d}, k = {k}": ours(drafters[d], k) for d in drafters for k in KS}
+    if twins is not None:
+        fns |= {
+            "transformers, plain": theirs(),
+            "transformers, n-grams": theirs(prompt_lookup_num_tokens=4),
+            "transformers, student": theirs(assistant_model=twins[1]),
+        }
+    return fns
+
+
 def prediction(
     recording: Recording, which: str, results: list[SpeculativeResult], k: int
 ) -> dict[str, float]:
-    """What these rounds of at most k guesses should gain, by the recorded table of passes.
+    """The speedup that rounds of at most k draft tokens should give, by the table of passes.
 
-    "formula" is Leviathan's, for which every pass costs the same. "predicted" counts the guesses
-    that there were, and what a pass over as many rows costs.
+    "formula" is Leviathan's, which takes every pass to cost the same. "predicted" uses the actual
+    number of draft tokens, and the cost of a pass over that many rows.
     """
     table = recording.document["milliseconds a pass"]
     target, student = table[recording.document["settings"]["target"]], table["student"]
-    # The prompt's own pass yields one token without guesses.
+    # The prompt's own pass gives one token, without draft tokens.
     calls = sum(r.target_calls for r in results) - len(results)
     per_pass = (sum(len(r.tokens) for r in results) - len(results)) / calls
-    guesses = sum(r.drafted for r in results) / calls
+    drafted = sum(r.drafted for r in results) / calls
+    # Relative to a pass over one token: a draft token, and the pass that verifies.
     c = student[1] / target[1] if which == "student" else 0.0
-    v = float(np.interp(1 + guesses, list(target), list(target.values()))) / target[1]
+    v = float(np.interp(1 + drafted, list(target), list(target.values()))) / target[1]
     alpha = acceptance(per_pass, k)
     return {
         "tokens per pass": per_pass,
-        "guesses per pass": guesses,
+        "guesses per pass": drafted,
         "alpha": alpha,
         "c": c,
         "v": v,
         "formula": speedup(alpha, k, c),
-        "predicted": per_pass / (c * guesses + v),
+        "predicted": per_pass / (c * drafted + v),
     }
 
 
@@ -210,17 +224,18 @@ def prediction(
 def transformers_new(
     twin: "LlamaForCausalLM", prompt: list[int], n: int, options: dict[str, object]
 ) -> None:
-    """n greedy tokens, with transformers' own speculation where asked for."""
-    limits = {"max_new_tokens": n, "min_new_tokens": n, "do_sample": False}
-    ending = {"pad_token_id": 0, "eos_token_id": None}
+    """n greedy tokens, with transformers' own speculation if `options` ask for it."""
     ids = torch.tensor([prompt], device=twin.device)
-    twin.generate(ids, attention_mask=torch.ones_like(ids), **limits, **ending, **options)
+    twin.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, min_new_tokens=n,
+        do_sample=False, pad_token_id=0, eos_token_id=None, **options,
+    )  # fmt: skip
 
 
 class Always(Pace):
-    """No brake: takes no notice of what guesses cost. k still follows what is accepted."""
+    """Draft in every step, whatever it costs. k still adapts to what is accepted."""
 
-    guess = True
+    draft = True
 
 
 def measure_engine(
@@ -228,9 +243,8 @@ def measure_engine(
 ) -> None:
     """A row for each batch size and drafter: chat, several requests at once, on a warm engine.
 
-    "always" shows where guesses stop paying, which the engine otherwise finds out by itself.
+    "always" shows where draft tokens stop paying, which the engine otherwise finds out itself.
     """
-
     plain = EngineConfig(n_blocks=512, prefix_caching=False)
 
     def serve(batch: int, engine: Engine) -> float:
@@ -241,8 +255,10 @@ def measure_engine(
     engines = {"plain": Engine(target, plain)}
     for name, drafter in drafters.items():
         engines[name] = Engine(target, replace(plain, drafter=drafter, k=ENGINE_K))
-    sizes = {"n_blocks": plain.n_blocks, "block_size": plain.block_size}
-    always = Proposals(drafters["student"], target, ENGINE_K, pace=Always, **sizes)
+    always = Proposals(
+        drafters["student"], target, ENGINE_K, n_blocks=plain.n_blocks,
+        block_size=plain.block_size, pace=Always,
+    )  # fmt: skip
     engines["student, always"] = Engine(target, plain, proposer=always)
     for batch in (1, 4, 16):
         fns = {name: partial(serve, batch, engine) for name, engine in engines.items()}

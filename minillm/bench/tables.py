@@ -1,4 +1,4 @@
-"""The README's results, generated from the recorded files: a few in plain words, then all."""
+"""The README's results, generated from the recorded files: highlights, then all of them."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def _number(value: float) -> str:
 
 
 def results_table(folder: Path) -> str:
-    """The results as a Markdown table, in the order of the benchmarks."""
+    """All results as a Markdown table, in the order of the benchmarks."""
     lines = [
         "| benchmark | hardware | result | of the bound | as fast as |",
         "| --- | --- | --- | --- | --- |",
@@ -45,7 +45,7 @@ def results_table(folder: Path) -> str:
 
 
 def highlights(folder: Path) -> str:
-    """Some results on a CPU in plain words, as a Markdown table; those that are recorded."""
+    """Some of the recorded results on a CPU, in plain words, as a Markdown table."""
     lines = ["| on two CPU cores (`cpu-2-threads` below) | |", "| --- | --- |"]
     for name, part, words, shown in (
         ("decode", "decode", "one user", _speed),
@@ -70,7 +70,7 @@ def highlights(folder: Path) -> str:
 
 
 def _speed(row: dict[str, Any]) -> str:
-    """Tokens per second, the share of the bound, and the ratio to the peers."""
+    """Tokens per second, the share of the bound, and the ratios to some peers."""
     parts = [f"{_number(row['value'])} {row['unit']}"]
     if "of_bound" in row:
         parts.append(f"{row['of_bound']:.0%} of what this machine allows")
@@ -91,7 +91,7 @@ def _share(row: dict[str, Any]) -> str:
 
 
 def update_readme(readme: Path) -> None:
-    """Put the current tables between the README's markers."""
+    """Replace the text between the README's markers by the current tables."""
     text = readme.read_text(encoding="utf-8")
     for markers, table in ((HIGHLIGHT_MARKERS, highlights), (MARKERS, results_table)):
         before, rest = text.split(markers[0])
