@@ -1,6 +1,6 @@
 """Compiling the package's Triton kernels for GPUs that are not here.
 
-What would be launched, and what it would need.
+What would be launched, and the resources that it would need.
 """
 
 import os
@@ -20,11 +20,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 CUOBJDUMP = triton.knobs.nvidia.cuobjdump.path
-# Bytes a block may use: CUDA C++ programming guide, compute capabilities.
+# Bytes that a block may use: CUDA C++ programming guide, compute capabilities.
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
-# Bytes of a thread's registers that may go to the stack. They stay in the L1 cache, and are
-# touched once a tile; a tile of half the size would load its keys twice instead. This is a fifth
-# of the 255 registers of 4 bytes that a thread has.
+# Bytes of a thread's registers that may go to the stack: a fifth of its 255 registers of 4 bytes.
+# They stay in the L1 cache and are used once a tile; with a tile of half the size, all keys would
+# be loaded twice instead.
 SPILL_ALLOWED = 192
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
@@ -53,10 +53,9 @@ class Binary:
     spilled_bytes: int
 
     def computed_twice(self) -> list[str]:
-        """Products whose warps, side by side, cover more than the result: some compute the same.
+        """Products whose warps together cover more than the result, so that some compute the same.
 
-        A layout's warpsPerCTA times what one instruction of a warp gives is what all warps give at
-        once.
+        All warps together give warpsPerCTA of the layout times the tile of one warp's instruction.
         """
         twice = []
         for name, layout in re.findall(r"(#mma\d*) = #ttg\.nvidia_mma<\{(.*?)\}>", self.ttgir):
@@ -72,12 +71,12 @@ class Binary:
         return twice
 
     def buffers(self) -> int:
-        """Tiles of keys or values that there is room for at once; 0 without a pipeline."""
+        """The tiles of keys or values that fit at the same time; 0 without a pipeline."""
         found = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", self.ttgir)
         return min(map(int, found), default=0)
 
     def waits(self) -> int:
-        """Copies that may still be under way while a tile is worked on; 0 waits for all."""
+        """Copies that may still be in flight while a tile is worked on; 0 waits for all."""
         return max(map(int, re.findall(r"async_wait.*?num = (\d+)", self.ttgir)), default=0)
 
 
@@ -102,7 +101,7 @@ class _Recorder:
 
 @contextmanager
 def recorded(module: ModuleType, launches: list[Launch] | None = None) -> Iterator[list[Launch]]:
-    """Inside the block, what the functions of `module` call is recorded, in order, and not run."""
+    """Inside the block, kernels called by functions of `module` are recorded in order, not run."""
     launches = [] if launches is None else launches
     with pytest.MonkeyPatch.context() as patch:
         for name, value in vars(module).copy().items():
@@ -116,7 +115,7 @@ Specialization = tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], A
 
 
 def specialization(launch: Launch) -> Specialization:
-    """What Triton would derive from the arguments of this call; equal ones share a binary."""
+    """What Triton derives from the arguments of this call; calls with equal ones share a binary."""
     signature, constants, hints = {}, {}, {}
     for i, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
@@ -138,7 +137,7 @@ def specialization(launch: Launch) -> Specialization:
 
 
 def compile_for(launch: Launch, capability: int) -> Binary:
-    """What Triton and ptxas make of the launch for compute capability 8.0 or 9.0."""
+    """The launch, compiled by Triton and ptxas for compute capability 8.0 or 9.0."""
     source = ASTSource(launch.kernel, *specialization(launch))
     compiled = triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options=launch.options
@@ -149,7 +148,7 @@ def compile_for(launch: Launch, capability: int) -> Binary:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack, where ptxas puts what it spills."""
+    """Registers of a thread, and the bytes of its stack, where ptxas puts what it spills."""
     with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
         file.write(cubin)
     command = [CUOBJDUMP, "--dump-resource-usage", file.name]

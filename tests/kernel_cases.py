@@ -27,10 +27,10 @@ def grid(
 ) -> list[Any]:
     """Every pair of lengths with every head dimension.
 
-    Heads, dtypes and masks take turns, so that each of their twelve combinations (two dtypes)
-    meets each head dimension. All combinations would be twelve times as many.
-    halved: in float32 the lengths are half as large, rounded up. Its tiles have at most 32 rows
-    instead of 128, so that there are still more of them than in float16.
+    Heads, dtypes and masks take turns, so that each head dimension meets each of their twelve
+    combinations (with two dtypes). All combinations would be twelve times as many.
+    halved: the lengths are half as large in float32, rounded up. Its tiles have at most 32 rows
+    instead of 128, so there are still more of them than in float16.
     """
     turns = itertools.cycle(itertools.product(HEADS, dtypes, (True, False)))
     chosen = []
@@ -57,7 +57,7 @@ def far(shape: tuple[int, ...], strides: tuple[int, ...], memory: Tensor, offset
 
 
 def check_far(memory: Tensor, which: str) -> None:
-    """All kernels on tensors whose rows, or sequences, begin more than 2**31 numbers apart."""
+    """All kernels on tensors whose rows or sequences lie more than 2**31 numbers apart."""
     middle = 1 << 31
     if which == "rows":  # row 256 begins 2**31 numbers from the first
         (B, N), (stride_b, stride_n) = (1, 270), (1 << 15, 1 << 23)

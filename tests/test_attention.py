@@ -220,7 +220,7 @@ NO_PACKAGE = "needs the package triton, which exists for Linux; use 'sdpa' or 't
 
 
 def refusal(message: str) -> str:
-    """What backend "triton" says: this, where the package is installed."""
+    """What backend "triton" says: the message, or that the package is not installed."""
     return f"backend 'triton' {message if HAS_TRITON else NO_PACKAGE}"
 
 
@@ -301,7 +301,7 @@ def test_the_interpreter_refuses_what_it_computes_wrongly():
 
 @pytest.mark.parametrize("T", [1, 40])
 def test_auto_on_a_cpu_is_sdpa(monkeypatch, T):
-    """Also where the interpreter could run the kernels: it is there to test with."""
+    """Also with the interpreter, which is there for tests."""
     called = []
     module = sys.modules["minillm.layers.attention"]
     monkeypatch.setattr(module, "_sdpa", lambda *inputs: called.append(inputs))
@@ -313,7 +313,7 @@ def test_auto_on_a_cpu_is_sdpa(monkeypatch, T):
 @pytest.mark.parametrize("T", [1, 5])
 @pytest.mark.parametrize("learns", range(3), ids="qkv")
 def test_one_input_alone_may_learn(learns, T, backend):
-    """A kernel without a backward pass must not be chosen because the others don't."""
+    """If one input needs a gradient, a kernel without a backward pass must not be chosen."""
     torch.manual_seed(0)
     inputs = [torch.randn(1, n, heads, 8) for n, heads in ((T, 4), (7, 2), (7, 2))]
     inputs[learns].requires_grad_()

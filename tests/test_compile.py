@@ -1,8 +1,8 @@
 """The attention kernels compiled for GPUs that need not be here.
 
 They fit, spill next to nothing, use the matrix instructions, compute nothing twice, and load the
-next tiles while they work on one. Compute capability 8.0 stands for A100 and its kind, 9.0 for
-H100. What is compiled is what the package would launch.
+next tiles while they work on one. Compute capability 8.0 stands for the A100 and its kind, 9.0 for
+the H100. What is compiled is what the package would launch.
 """
 
 import itertools
@@ -35,9 +35,9 @@ KERNELS = ("forward", "dkv", "dq", *ROWS)
 def launch(
     name: str, dtype: torch.dtype, D: int, *, causal: bool = True, T: int = 512, S: int = 512
 ) -> Launch:
-    """The call of that kernel for a batch of 2 and 4 query heads on 2.
+    """The call of that kernel for a batch of 2 with 4 query heads on 2.
 
-    For decode with the rows of its name.
+    For decode, T and the heads are those in `ROWS`.
     """
 
     def tensors(T: int, H: int, K: int) -> list[torch.Tensor]:
@@ -78,7 +78,7 @@ def matrix_instructions(binary: Binary) -> set[str]:
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(
     ("dtype", "D"),
-    # float16 compiles to the same but for the type's name: two sizes will do.
+    # float16 compiles to the same code except for the type's name: two sizes are enough.
     [*itertools.product((FP32, BF16), (16, 32, 64, 96, 128, 256)), (FP16, 64), (FP16, 128)],
     ids=str,
 )
@@ -91,16 +91,16 @@ def test_defaults(dtype, D, name, capability):
     assert f".{'bf16' if dtype == BF16 else 'f16'}" in binary.ptx
     possible = {"wgmma.mma_async", "mma.sync"} if capability == 90 else {"mma.sync"}
     if capability == 90 and (name == "forward" or (name == "dkv" and D <= 128)):
-        possible = {"wgmma.mma_async"}  # the tiles are high enough for that of a warp group
+        possible = {"wgmma.mma_async"}  # the tiles have enough rows for a warp group
     assert matrix_instructions(binary) & possible
 
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("changes", [{"causal": False}, {"T": 509, "S": 1021}], ids=str)
 def test_without_a_mask_and_odd_sizes(name, changes):
-    """Sizes that 16 doesn't divide: Triton compiles them for themselves.
+    """Sizes that 16 doesn't divide, for which Triton compiles another kernel.
 
-    A decode kernel's T is that of its rows.
+    A decode kernel's T is that in `ROWS`.
     """
     for dtype, D in ((BF16, 128), (FP32, 64)):
         fits(launch(name, dtype, D, **changes), 90)
@@ -152,7 +152,7 @@ def test_every_configuration_that_may_be_chosen(name, D, i, capability):
     assert not binary.computed_twice()
     if D > 128 and name != "forward":
         return  # tiles too small for Hopper's instruction, and little memory for a pipeline
-    # On Ampere a tile goes on into registers, so that one buffer takes the next one meanwhile.
+    # On Ampere a tile moves on into registers, so one buffer can take the next tile meanwhile.
     assert binary.buffers() >= (2 if capability == 90 or config.num_stages > 2 else 1)
     if pointers and config.num_stages > 2:
         assert binary.waits() > 0
@@ -160,7 +160,7 @@ def test_every_configuration_that_may_be_chosen(name, D, i, capability):
 
 @pytest.mark.parametrize("D", [64, 128])
 def test_by_pointers_and_specialized(D):
-    """What takes the place of the copy engine, and what a measurement may choose."""
+    """Loading without the copy engine, and the specialized configurations."""
     for config in tuning.forward_configs(D, BF16):
         call = with_config(launch("forward", BF16, D), config)
         by_engine = fits(call, 90)
@@ -184,7 +184,7 @@ def test_decode_loads_ahead(name, D, capability):
 
 
 def test_lengths_need_no_new_kernel():
-    """Triton compiles a kernel for each size that is 1 or a multiple of 16, unless it is told."""
+    """Triton compiles another kernel for sizes of 1 and multiples of 16, unless told not to."""
     keys: dict[str, set[str]] = {}
     for T, S in ((1, 1), (1, 16), (2, 40), (16, 16), (7, 160), (64, 512), (33, 1000)):
         for name in ("forward", *ROWS):
@@ -194,7 +194,7 @@ def test_lengths_need_no_new_kernel():
 
 
 def test_the_tuner_knows_its_keys():
-    """An autotuner is made for each head dimension and dtype once, with the whole list."""
+    """Each head dimension and dtype has one autotuner, with the whole list."""
     for name, kernel in (
         ("forward", flash_forward.flash_forward_kernel),
         ("dkv", flash_backward.dkv_kernel),
@@ -218,7 +218,7 @@ def rounding_kernel(X, OUT):
 
 
 def test_what_is_wrong_would_be_seen():
-    """Otherwise the tests above could not fail."""
+    """If these did not fail, the tests above could not either."""
     call = launch("dq", BF16, 64)
     call.options = {"num_warps": 1, "num_stages": 1}
     crowded = compile_for(call, 80)

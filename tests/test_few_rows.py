@@ -23,7 +23,7 @@ FORMATS = ("16 bits", "8 bits", "8-bit floats", "4 bits, groups of 32", "4 bits,
 
 
 def matrix(form: str, N: int, K: int, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], Tensor]:
-    """What the kernel reads, and the same matrix in float64."""
+    """The kernel's inputs, and the same matrix in float64."""
     if form == "16 bits":
         w = torch.randn(N, K).to(dtype)
         return (w,), w.double()
@@ -52,7 +52,7 @@ def test_product(M, N, K, form, dtype):
     x = torch.randn(M, K).to(dtype)
     expected = x.double() @ exact.T
     plain = (x.float() @ exact.float().T).to(dtype)
-    # half a unit in the last place of all that is added: in which order is the CPU's choice
+    # Half a unit in the last place of the sum of magnitudes: the CPU may add in any order.
     floor = (x.double().abs() @ exact.abs().T).max().item() * torch.finfo(torch.float32).eps / 2
     for n_parts in (None, 1, 2):
         out = few_rows_linear(x, *given, n_parts=n_parts)
@@ -62,7 +62,7 @@ def test_product(M, N, K, form, dtype):
 
 @interpret
 def test_nothing_is_read_or_written_outside():
-    """The matrix ends with its last row, and the output's neighbours stay as they were."""
+    """The rows after the matrix hold NaN, which would show in the output."""
     x, w = torch.ones(3, 200), torch.full((90, 200), torch.nan)
     w[:70] = 1
     assert torch.equal(few_rows_linear(x, w[:70]), torch.full((3, 70), 200.0))
@@ -73,7 +73,7 @@ def test_nothing_is_read_or_written_outside():
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("M", [1, 8, 64])
 def test_compiled(M, form, capability):
-    """Of Llama-3-8B's output projection: matrix instructions, nothing spilled, loads ahead."""
+    """Llama-3-8B's output projection: matrix instructions, nothing spilled, loads ahead."""
     if form == "8-bit floats" and capability < 90:
         pytest.skip("sm_80 has no 8-bit floats; the package multiplies in 16 bits there")
     given, _ = matrix(form, 64, 256, torch.bfloat16)

@@ -78,7 +78,7 @@ def test_any_tiles_give_the_formula(shape, scale):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("causal", [True, False])
 def test_half_precision_forward_and_backward(dtype, causal):
-    """In PyTorch's arithmetic, so that bfloat16 is right here."""
+    """By PyTorch, which computes bfloat16 correctly, unlike Triton's interpreter."""
     for seed in range(3):
         q, k, v, grad = inputs(70, 90, 4, 2, 32, dtype=dtype, seed=seed)
         check_output(lambda *xs: FlashAttention.apply(*xs, "tiled"), q, k, v, causal)
@@ -99,7 +99,7 @@ def test_log_sum_exp(causal):
 def test_a_row_whose_largest_score_comes_last():
     """Every tile brings a larger maximum.
 
-    Without rescaling the first ones would weigh e^100 times too much.
+    Without rescaling, the weights of the first tiles would be up to e^100 times too large.
     """
     k = torch.arange(0.0, 100, 5).reshape(1, 20, 1, 1).expand(1, 20, 1, 4)
     q, v = torch.full((1, 1, 1, 4), 1.0), torch.randn(1, 20, 1, 4)
@@ -149,7 +149,7 @@ def test_the_autograd_function(T, S, H, K, causal):
 
 
 def test_strided_inputs_and_gradients():
-    """As the model has them: q, k, v parts of a projection, an output transposed and summed."""
+    """As in the model: q, k, v are parts of a projection, the output is transposed and summed."""
     projected = torch.randn(2, 9, 6 + 2 * 2, 8, dtype=torch.float64)
     grads = []
     for backend in ("tiled", "double"):
@@ -168,7 +168,7 @@ def test_strided_inputs_and_gradients():
 def test_finite_differences():
     """Each gradient against (f(x + h) - f(x - h)) / 2h.
 
-    The arithmetic is float32, so h is large, and the bound is h² and rounding.
+    The arithmetic is float32, so h is large; the error is of order h², plus rounding.
     """
     q, k, v, grad = inputs(3, 4, 2, 1, 3, B=1)
     gradients = tiled_gradients(q, k, v, grad, True, 0.6)
@@ -198,7 +198,7 @@ def test_what_is_kept_for_the_backward_pass():
         assert sum(kept.values()) == q.nbytes + k.nbytes + v.nbytes + out.nbytes + 4 * 2 * 4 * T
         kept.clear()
         attention(q, k, v, backend="reference")
-        # At least one matrix, or the count here counts nothing.
+        # At least one matrix is kept; otherwise the count above would prove nothing.
         assert sum(kept.values()) > 4 * 2 * 4 * T * S
 
 
@@ -278,9 +278,9 @@ def test_traffic_adds_up():
     ],
 )
 def test_what_the_kernels_cannot_read_is_copied(stride, copied):
-    """They count in 32 bits from head to head, of which there are 2 here.
+    """Offsets from head to head (2 heads here) must fit into 32 bits.
 
-    The numbers of one head must be neighbours.
+    The numbers of one head must be contiguous.
     """
     x = torch.empty_strided((2, 4, 2, 8), stride, device="meta")
     assert (rows_contiguous(x) is not x) == copied

@@ -1,4 +1,4 @@
-"""The fused kernels: the numbers of the PyTorch code that they replace, with one launch each."""
+"""The fused kernels give the numbers of the PyTorch code that they replace, in one launch each."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.float16)
 
 
 def close(mine: Tensor, torch_: Tensor, exact: Tensor) -> None:
-    """At most twice as far from float64 as PyTorch, and a rounding."""
+    """An error against float64 of at most twice PyTorch's, and half a rounding step."""
     error, allowed = (float((x.double() - exact).abs().max()) for x in (mine, torch_))
     rounding = torch.finfo(mine.dtype).eps * float(exact.abs().max())
     assert mine.shape == torch_.shape and mine.dtype == torch_.dtype
@@ -68,7 +68,7 @@ def test_silu_mul(shape, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("N", "H", "K", "D"), [(1, 4, 2, 8), (5, 3, 1, 12), (7, 2, 2, 64)])
 def test_rope_and_write(N, H, K, D, dtype):
-    """Into blocks that lie anywhere; no other slot changes."""
+    """Into blocks in any order; no other slot changes."""
     torch.manual_seed(0)
     config = tiny_config(n_heads=H, n_kv_heads=K, d_head=D)
     qkv = torch.randn(1, N, H + 2 * K, D).to(dtype)
@@ -150,7 +150,7 @@ def test_who_may_use_them(tiny):
 
 
 def test_launches_of_a_layer():
-    """Five small kernels a layer become three, and the cache's two writes are among them."""
+    """Five small kernels per layer become three, which also write to the cache."""
     with torch.device("meta"):
         model = Decoder(tiny_config(n_layers=3)).requires_grad_(False)
     model.fast = True
@@ -171,7 +171,7 @@ def test_launches_of_a_layer():
 @pytest.mark.compile
 @pytest.mark.parametrize("capability", SHARED_LIMIT)
 def test_compiled(capability):
-    """For Llama-3-8B's shapes: a few registers, nothing spilled."""
+    """For Llama-3-8B's shapes: few registers, nothing spilled."""
     with torch.device("meta"):
         config = minillm.ModelConfig.preset("llama-3-8b")
         x = torch.empty(1, 7, config.d_model, dtype=torch.bfloat16)

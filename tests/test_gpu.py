@@ -1,6 +1,7 @@
-"""On a CUDA device: the same tokens as on the CPU, and the kernels by flash-attn's criterion.
+"""On a CUDA device: the CPU's tokens, and the kernels by flash-attn's criterion.
 
-In bfloat16 too, which the interpreter cannot compute.
+Also in bfloat16, which the interpreter cannot compute. What needs einops is skipped without it: a
+GPU machine need not have it.
 """
 
 from typing import Any
@@ -26,7 +27,6 @@ from minillm import Engine, EngineConfig, KVCache, Sampling, generate, quantize
 from minillm.layers import per_token
 from minillm.layers.attention import BACKENDS, attention
 from minillm.quantization.grid import pack
-from minillm.quantization.sparsity import SparseLinear, compress, mask_2_4
 from minillm.serving.cuda_graphs import graphed_step
 
 pytest.importorskip("triton", reason="needs the package triton, which exists for Linux")
@@ -74,6 +74,8 @@ def test_auto_is_bfloat16_on_the_gpu(default):
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize(("T", "S"), [(1, 513), (64, 64), (113, 203)])
 def test_attention_in_low_precision(backend, dtype, T, S):
+    if backend == "tiled":
+        pytest.importorskip("einops", reason="needs the package einops")
     q, k, v, _ = inputs(T, S, 8, 2, 64, dtype=dtype, device=DEVICE)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
@@ -127,7 +129,7 @@ def test_decode(T, H, K, D, dtype):
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize(("T", "S"), [(1024, 1024), (1500, 2111)])
 def test_lengths_that_are_tuned(T, S, D, dtype):
-    """From 1024 queries on every listed configuration is run and timed; the kept one is right."""
+    """From 1024 queries on every listed configuration is run and timed; the one kept is right."""
     q, k, v, grad = inputs(T, S, 4, 2, D, B=1, dtype=dtype, device=DEVICE)
     check_output(triton, q, k, v, True)
     check_gradients(gradients(q, k, v, grad, True, D**-0.5), q, k, v, grad, True, D**-0.5)
@@ -136,10 +138,7 @@ def test_lengths_that_are_tuned(T, S, D, dtype):
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("D", [64, 128])
 def test_long_sequences(D, dtype):
-    """16,384 tokens.
-
-    The formula computes the last 128 queries alone, and the gradient comes from them alone.
-    """
+    """16,384 tokens; the formula computes the last 128 queries, and only they have gradients."""
     q, k, v, grad = inputs(LONGEST, LONGEST, 4, 2, D, B=1, dtype=dtype, device=DEVICE)
     scale, last = D**-0.5, slice(LONGEST - 128, None)
     few = q[:, last], k, v
@@ -193,7 +192,7 @@ def test_offsets_beyond_31_bits(which):
     check_far(torch.zeros(7 << 30, dtype=torch.float16, device=DEVICE), which)
 
 
-# Graphs, fused kernels, few rows, and what a measurement may choose
+# Graphs, fused kernels, few rows, and every configuration
 
 
 @pytest.mark.parametrize("sampling", [None, Sampling(0.8, top_k=20, seed=3)], ids=str)
@@ -209,7 +208,7 @@ def test_generate_with_graphs_and_fused_kernels(sampling):
 
 
 def test_graphs_of_a_model_with_scaled_positions():
-    """Llama 3.1 scales its rotary frequencies: nothing of that may come from the host."""
+    """Llama 3.1 scales its rotary frequencies: none of them may come from the host."""
     model = lively(rope_factors=(1.0, 2.0, 4.0, 8.0)).cuda()
     step = graphed_step(model, 3, 40)
     assert step is not None
@@ -310,7 +309,7 @@ def gpu_model(**options: Any) -> Any:
     "scheme", ["int8", "fp8", "int4", "w8a8", "llm_int8", "gptq", "awq", "smoothquant"]
 )
 def test_quantized_models(scheme):
-    """Few rows and many: logits as those of the dequantized model, in bfloat16's tolerance."""
+    """Few rows and many: the logits of the dequantized model, within bfloat16's tolerance."""
     model = gpu_model()
     ids = torch.randint(0, 256, (2, 90), device=DEVICE)
     needs = scheme in ("gptq", "awq", "smoothquant")
@@ -328,7 +327,7 @@ def test_quantized_models(scheme):
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 def test_quantized_pages_in_the_engine(kv_dtype, graphs):
-    """The kernel's tokens are those of the gathered and dequantized pages."""
+    """The kernel gives the same tokens as gathered and dequantized pages."""
     model, prompts = gpu_model(), [[5, 90, 3, 3, 41, 8, 13], [7, 7, 1]]
     tokens = []
     for backend, with_graphs in (("sdpa", False), ("triton", graphs)):
@@ -344,6 +343,9 @@ def test_quantized_pages_in_the_engine(kv_dtype, graphs):
 
 @pytest.mark.parametrize("rows", [1, 7, 64])
 def test_a_sparse_product(rows):
+    pytest.importorskip("einops", reason="needs the package einops")
+    from minillm.quantization.sparsity import SparseLinear, compress, mask_2_4
+
     w, mask = torch.randn(96, 128, device=DEVICE).bfloat16(), mask_2_4(torch.randn(96, 128))
     mask = mask.to(DEVICE)
     layer = SparseLinear(compress(w, mask))

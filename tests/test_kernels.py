@@ -2,8 +2,9 @@
 
 By flash-attn's criterion and on its kind of sizes: the largest error is at most twice that of plain
 PyTorch in the same dtype, plus 1e-5 (`plain_attention`).
-Every tensor that a kernel reads lies among NaNs, so that one number too many turns the result into
-NaN; what it is to write is NaN before, and so is the memory around it, which must stay so.
+Every tensor that a kernel reads is surrounded by NaN, so reading one number too many turns the
+result into NaN. What it is to write is NaN before, and so is the memory around it, which must stay
+NaN.
 """
 
 import itertools
@@ -45,7 +46,7 @@ patch_once_a_launch()
 
 
 def framed(x: Tensor) -> Tensor:
-    """The same numbers amid NaNs: a view of a larger buffer, in which every stride is another."""
+    """The same numbers surrounded by NaN: a view of a larger buffer with different strides."""
     B, N, heads, D = x.shape
     buffer = torch.full((B + 2, N + 3, heads + 2, D + 5), torch.nan, dtype=x.dtype)
     view = buffer[1 : B + 1, 2 : N + 2, 1 : heads + 1, 3 : D + 3]
@@ -55,7 +56,7 @@ def framed(x: Tensor) -> Tensor:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Inside the block new tensors hold NaN; so must the memory around them, also at the end."""
+    """Inside the block new tensors hold NaN; the memory around them must still do so at the end."""
     margin, buffers = 1 << 16, []
 
     def empty(*shape: int, dtype: torch.dtype, device: object) -> Tensor:
@@ -88,7 +89,7 @@ def output(*arguments: Any) -> Tensor:
 def backward(
     q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From an output and a log-sum-exp of float64: the backward kernels are tested alone."""
+    """With an output and a log-sum-exp from float64, to test the backward kernels alone."""
     out = formula(*double(q, k, v), causal, scale).to(q.dtype)
     lse = log_sum_exp(q, k, causal, scale).float().contiguous()
     with guarded():
@@ -178,9 +179,9 @@ def test_decode(monkeypatch, T, H, K, n_parts):
 @interpret
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_in_the_future_of_a_row(monkeypatch, dtype):
-    """Of 32 queries to 33 keys the first sees two.
+    """With 32 queries and 33 keys, the first query sees two keys.
 
-    The parts of the last keys hold nothing for most rows.
+    Most rows see none of the keys in the last parts.
     """
     chosen = flash_decode.triton.Config({"BLOCK_S": 16}, num_warps=4, num_stages=1)
     monkeypatch.setattr(flash_decode, "_CPU_PARTS", 100)
@@ -202,7 +203,7 @@ def test_a_few_queries_without_a_mask_and_one_key():
 @given(st.integers(1, 10**6), st.integers(1, 10**5), st.integers(1, 200))
 @settings(deadline=None, max_examples=300)
 def test_split(n_tiles, n_programs, n_processors):
-    """The parts hold all tiles, none is empty, and there are no more than asked for."""
+    """The parts hold all tiles, none is empty, and there are no more than requested."""
     properties = SimpleNamespace(multi_processor_count=n_processors)
     with mock.patch.object(torch.cuda, "get_device_properties", return_value=properties):
         for device in ("cpu", "cuda"):
@@ -257,18 +258,20 @@ def test_huge_scores(kernel, causal):
 
 
 @interpret
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the overflow that is meant
+@pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"
+)  # NumPy warns of the overflow, which is intended
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", ["both signs", "all high", "all low"])
 def test_scores_of_hundreds_backward(kind, causal, dtype):
     """One key may have all the weight.
 
-    And when all scores are below -100, exp(0 - LSE) overflows: a key that does not exist must not
-    weigh infinitely much.
-    In float32 the criterion is out of reach: the LSE, a float32 of some hundreds, is rounded by
-    1e-5, and so are all weights of its row, while plain PyTorch subtracts the row's largest score
-    first. The bound there is 1e-6 · |score| · |gradient|.
+    And if all scores are below -100, exp(0 - LSE) overflows: a key that does not exist must not get
+    infinite weight.
+    In float32 the usual criterion can't be met: the LSE, in the hundreds, is rounded by 1e-5, and
+    so are all weights of its row, while plain PyTorch subtracts the row's largest score first. The
+    bound there is 1e-6 · |score| · |gradient|.
     """
     q, k, v, grad = inputs(40, 70, 2, 1, 16)
     if kind == "both signs":
@@ -294,7 +297,7 @@ def test_scores_of_hundreds_backward(kind, causal, dtype):
 def test_the_future_is_not_seen(kernel, seen):
     """Key `seen` is the first that query 0 doesn't see.
 
-    A huge value there must not matter to it, and must to the next query.
+    A huge value there must not affect it, but must affect the next query.
     """
     T, S = 16, 15 + seen
     q, k, v, _ = inputs(T, S, 2, 1, 16, B=1)
@@ -317,10 +320,10 @@ def test_the_future_has_no_gradient():
 @interpret
 @pytest.mark.parametrize("T", [5, 40])
 def test_strided_inputs(T):
-    """What `attention` is given.
+    """The strides that `attention` meets.
 
-    Parts of a fused projection, views of a cache, heads before tokens, and numbers that lie apart,
-    which it copies first.
+    Parts of a fused projection, views of a cache, heads before tokens, and numbers that are not
+    contiguous, which it copies first.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
@@ -345,9 +348,9 @@ def test_strided_inputs(T):
 
 
 def others(choose: Callable[..., list[Any]]) -> list[tuple[int, int]]:
-    """(D, number) of what `choose` lists after the default, which the grids above use.
+    """(D, index) of the configurations after the default, which the grids above use.
 
-    In float32 there is nothing to choose.
+    In float32 there is only the default.
     """
     assert all(len(choose(D, torch.float32)) == 1 for D in (64, 128, 256))
     return [(D, i) for D in (64, 128, 256) for i in range(1, len(choose(D, torch.float16)))]
@@ -380,7 +383,7 @@ def test_other_backward_configurations(monkeypatch, name, D, i):
 
 
 def aligned(x: Tensor) -> Tensor:
-    """`framed`, with strides and an address that the copy engine takes."""
+    """`framed`, with strides and an address that suit the copy engine."""
     B, N, heads, D = x.shape
     buffer = torch.full((B + 2, N + 3, heads + 2, D + 16), torch.nan, dtype=x.dtype)
     view = buffer[1 : B + 1, 2 : N + 2, 1 : heads + 1, 8 : D + 8]
@@ -408,7 +411,7 @@ def test_forward_with_tensor_descriptors(T, S, H, K, D, dtype, causal):
 
 
 def test_when_tensor_descriptors_are_used():
-    """Where addresses and strides are multiples of 16 bytes, in 16 bits, from Hopper on."""
+    """If addresses and strides are multiples of 16 bytes, in 16 bits, from Hopper on."""
     x = torch.zeros(2, 9, 3, 64, dtype=torch.float16)
     takes = tuning.takes_descriptors
     assert takes(x, x, x)
@@ -425,7 +428,7 @@ def test_when_tensor_descriptors_are_used():
 
 
 def test_kernels_are_launched_on_the_tensors_gpu(monkeypatch):
-    """A model on the second GPU launches there, though the first one is the current device."""
+    """A model on the second GPU launches there, even if the first one is the current device."""
     from stand_in_gpu import stand_in_gpu
     from torch._subclasses import FakeTensorMode
 
@@ -458,7 +461,7 @@ def test_kernels_are_launched_on_the_tensors_gpu(monkeypatch):
 
 @interpret
 def test_unequal_tiles(monkeypatch):
-    """Queries and keys in tiles of 16 and 64, each way round: neither size stands for the other."""
+    """Queries and keys in tiles of 16 and 64, and the other way round: no size is mixed up."""
     for block_t, block_s in ((16, 64), (64, 16), (32, 32)):
         chosen = flash_forward.triton.Config(
             {"BLOCK_T": block_t, "BLOCK_S": block_s}, num_warps=4, num_stages=1
@@ -492,9 +495,9 @@ def test_two_runs_give_equal_bits(causal):
 
 @pytest.fixture
 def memory() -> Tensor:
-    """14 GB of addresses in float16, of which only the pages that are written to take memory.
+    """14 GB of addresses in float16, of which only the pages written to take memory.
 
-    Offsets from the middle that lose their upper 32 bits still fall inside, where they find zeros.
+    Offsets from the middle that lose their upper 32 bits still point inside, where there are zeros.
     """
     no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's; Python names it from 3.12 on
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve

@@ -1,7 +1,7 @@
 """Paged attention against the formula on each sequence's keys in one piece, in float64.
 
-The Triton kernel runs in the interpreter. Every slot that holds no token of the case holds NaN,
-every entry of a table beyond its sequence's blocks names none.
+The Triton kernel runs in the interpreter. Slots without a token hold NaN, and table entries beyond
+a sequence's blocks name no block.
 """
 
 import itertools
@@ -54,7 +54,7 @@ def make(
     sequences: Sequences, H: int, K: int, D: int, P: int, *,
     dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu",
 ) -> Case:  # fmt: skip
-    """Normal numbers; the blocks in random order, a few of them nobody's."""
+    """Normal numbers; the blocks in random order, three of them unused."""
     g = torch.Generator().manual_seed(seed)
     needed = [-(-n // P) for _, n in sequences]
     n_blocks, width = sum(needed) + 3, max(needed) + 2
@@ -75,7 +75,7 @@ def make(
 
 
 def check(case: Case, backend: str, scale: float | None = None) -> Tensor:
-    """By flash-attn's criterion: an error at most twice that of plain PyTorch in the same dtype."""
+    """flash-attn's criterion: an error at most twice that of plain PyTorch in the same dtype."""
     out = paged_attention(*case.arguments, scale=scale, backend=backend)
     scale = case.q.shape[-1] ** -0.5 if scale is None else scale
     at_most_twice("output", out, case.expected(lambda *x: x, scale), case.expected(double, scale))
@@ -132,9 +132,9 @@ def test_scale(backend, scale):
 
 
 def strided(case: Case) -> Case:
-    """The same numbers where each stride is another.
+    """The same numbers with other strides.
 
-    Queries out of a fused projection, keys with heads before slots, values with every second head
+    Queries from a fused projection, keys with heads before slots, values with every second head
     skipped, tables with every second row skipped.
     """
     N, H, D = case.q.shape
@@ -155,7 +155,7 @@ def strided(case: Case) -> Case:
 
 
 def apart(case: Case) -> Case:
-    """Numbers that lie two apart, which the kernel's caller copies first."""
+    """Every second number of a larger tensor, which the kernel's caller copies first."""
     tensors = (case.q, case.k_pages, case.v_pages)
     q, k_pages, v_pages = (torch.stack((x, x), -1)[..., 0] for x in tensors)
     assert q.stride(-1) == 2
@@ -171,11 +171,11 @@ def test_strides(arrange, name, backend):
 
 @pytest.mark.parametrize("backend", [p for p in BACKEND_PARAMETERS if p != "tiled"])
 def test_the_future_is_not_seen(backend):
-    """NaN keys and values after what a query may see must not reach it, and do reach the next."""
+    """Keys and values that a query may not see must not affect it, but affect the next queries."""
     case = make([(6, 20), (6, 17)], 4, 2, 16, 4)
     before = paged_attention(*case.arguments, backend=backend)
     for i, n in ((0, 20), (1, 17)):
-        for s in range(n - 3, n):  # the last three keys: unseen by the first three of six queries
+        for s in range(n - 3, n):  # the first three of six queries don't see them
             for pages in (case.k_pages, case.v_pages):
                 pages[case.tables[i, s // 4], s % 4] = 1e4
     after = paged_attention(*case.arguments, backend=backend)
@@ -186,7 +186,7 @@ def test_the_future_is_not_seen(backend):
 
 @pytest.mark.parametrize("backend", [p for p in BACKEND_PARAMETERS if p != "tiled"])
 def test_shared_blocks(backend):
-    """Two sequences with the first blocks in common."""
+    """Two sequences that share their first blocks."""
     case = make([(1, 12), (1, 11)], 4, 2, 16, 4)
     case.tables[1, :2] = case.tables[0, :2]
     (_, k0, v0), (q1, k1, v1) = case.dense
@@ -325,7 +325,7 @@ def test_kernel(sequences, H, K, D, P, dtype):
 @interpret
 @pytest.mark.parametrize(("H", "K"), [(1, 1), (9, 3), (7, 1), (17, 1), (65, 1)])
 def test_groups_of_all_sizes(H, K):
-    """Also groups that don't divide a tile's rows, and one that is larger than the usual tile."""
+    """Also groups that don't divide the rows of a tile, and one larger than the usual tile."""
     check(make([(1, 20), (1, 33)], H, K, 16, 4), "triton")
     check(make([(5, 9), (1, 20), (20, 25)] if H < 10 else [(2, 9), (1, 20)], H, K, 16, 4), "triton")
 
@@ -334,9 +334,9 @@ def test_groups_of_all_sizes(H, K):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n_parts", [1, 3, 100])
 def test_parts(monkeypatch, n_parts, dtype):
-    """With 100 wanted, each tile of 16 keys is a part.
+    """If 100 are wanted, each tile of 16 keys is a part.
 
-    Most lie wholly past the end of the shorter sequences, and some in the future of the first rows
+    Most parts lie past the end of the shorter sequences, and some in the future of the first rows
     of a tile.
     """
     from minillm.kernels import flash_decode, paged_attention
@@ -356,9 +356,9 @@ def test_parts(monkeypatch, n_parts, dtype):
 @interpret
 @pytest.mark.parametrize(("H", "K"), [(3, 1), (5, 1), (4, 2)])
 def test_tiles_in_any_order(H, K):
-    """On a GPU they run at once, so no tile may write a row of another.
+    """On a GPU they run at the same time, so no tile may write the rows of another.
 
-    Three or five heads leave rows of a tile over.
+    With three or five heads a tile has unused rows.
     """
     from minillm.kernels.paged_attention import paged_forward, rows_of_a_tile, tiles
 
@@ -372,9 +372,9 @@ def test_tiles_in_any_order(H, K):
 
 @interpret
 def test_a_launch_for_longer_sequences(monkeypatch):
-    """A captured launch has room for sequences longer than those at hand: parts without any key.
+    """A captured launch has room for longer sequences than these: some parts have no keys.
 
-    Each sequence is cut by its own length, so that a short one is not left to the first part.
+    Each sequence is cut by its own length, so the first part does not have all keys of a short one.
     """
     from minillm.kernels import paged_attention
     from minillm.kernels.paged_attention import paged_forward, rows_of_a_tile, tiles
@@ -421,7 +421,7 @@ def test_two_runs_give_equal_bits():
     [("decode", 64), ("mixed", 32), ("speculation, k = 4", 80), ("one sequence", 8)],
 )
 def test_quantized_pages(name, D, bits, dtype):
-    """Against the formula on what the stored numbers stand for; empty slots hold anything."""
+    """Against the formula on the dequantized numbers; empty slots hold anything."""
     from minillm.kernels import paged_attention
     from minillm.quantization.kv_cache import dequantized, rounded
 
@@ -465,7 +465,7 @@ def test_what_the_kernel_refuses():
 @interpret
 @pytest.mark.parametrize("what", ["blocks", "queries"])
 def test_offsets_beyond_31_bits(what):
-    """Pages of more than 2**31 numbers, in 14 GB of addresses; what is written takes memory."""
+    """Pages of more than 2**31 numbers, in 14 GB of addresses; only written pages take memory."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     try:
         memory = torch.frombuffer(mmap.mmap(-1, 14 << 30, flags=flags), dtype=torch.float16)
@@ -487,7 +487,7 @@ def test_offsets_beyond_31_bits(what):
     check(case, "triton")
 
 
-# The host's part
+# On the host
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=20), st.integers(1, 64))
@@ -510,7 +510,7 @@ def test_tiles_cover_every_token_once(query_lens, tokens_a_tile):
 def kernel_call(
     sequences: Sequences, H: int, K: int, D: int, dtype: torch.dtype, bits: int = 16
 ) -> Any:
-    """What the package would launch; the pages' contents don't matter."""
+    """What the package would launch; the contents of the pages don't matter."""
     from gpu_compiler import recorded
 
     from minillm.kernels import flash_decode, paged_attention
@@ -545,9 +545,9 @@ def kernel_call(
     ids=["decode", "decode, one part", "mixed", "prompt, one part", "MQA, 64 heads"],
 )  # fmt: skip
 def test_compiled(sequences, H, dtype, D, capability):
-    """It fits, spills nothing that matters, and loads keys ahead.
+    """It fits, spills little, and loads keys ahead.
 
-    float32 stays float32, while the others use matrix instructions.
+    float32 stays float32; the other dtypes use matrix instructions.
     """
     pytest.importorskip("triton", reason="needs the package triton, which exists for Linux")
     from gpu_compiler import SHARED_LIMIT, SPILL_ALLOWED, compile_for
@@ -555,8 +555,8 @@ def test_compiled(sequences, H, dtype, D, capability):
     launch = kernel_call(sequences, H, 1, D, dtype)
     binary = compile_for(launch, capability)
     assert binary.shared_bytes <= SHARED_LIMIT[capability] and binary.registers <= 255
-    # 64 rows in float32 don't fit into the registers: right, and slow. So are prompts with heads of
-    # 256 dimensions on Ampere, though less: half of the registers hold their output.
+    # 64 rows in float32 don't fit into the registers: correct, but slow. Prompts with heads of 256
+    # dimensions spill on Ampere as well, but less: half of the registers hold their output.
     allowed = math.inf if H > 16 and dtype == torch.float32 else SPILL_ALLOWED
     allowed *= 2 if (D, capability) == (256, 80) else 1
     assert binary.spilled_bytes <= allowed, (
@@ -576,7 +576,7 @@ def test_compiled(sequences, H, dtype, D, capability):
     "sequences", [[(1, 700), (1, 90)], [(100, 700), (1, 90)]], ids=["decode", "mixed"]
 )
 def test_compiled_for_quantized_pages(sequences, D, dtype, bits, capability):
-    """Pages are loaded in bytes, turned back in registers, and met by matrix instructions."""
+    """Pages are loaded as bytes and dequantized in registers, for matrix instructions."""
     pytest.importorskip("triton", reason="needs the package triton, which exists for Linux")
     from gpu_compiler import SHARED_LIMIT, SPILL_ALLOWED, compile_for
 
@@ -589,9 +589,9 @@ def test_compiled_for_quantized_pages(sequences, D, dtype, bits, capability):
 
 @pytest.mark.compile
 def test_steps_need_no_new_kernel():
-    """Triton compiles anew for sizes of 1 or multiples of 16 and for aligned arrays, if allowed.
+    """Triton compiles again for sizes of 1, multiples of 16 and aligned arrays, unless told not to.
 
-    Steps of any number of sequences and lengths share four kernels: one new token or several, one
+    Steps with any number of sequences and lengths share four kernels: one new token or several, one
     part or several.
     """
     pytest.importorskip("triton", reason="needs the package triton, which exists for Linux")

@@ -12,7 +12,7 @@ import triton.language as tl
 def which_tile(n_tiles, n_heads):
     """(tile, head, sequence) of this program: the tile varies fastest, then the head.
 
-    The sequence has 64 bits: multiplied by a stride it may pass 2**31.
+    The sequence is an int64, because its product with a stride may exceed 2**31.
     """
     head = tl.program_id(0) // n_tiles  # among the heads of all sequences
     return tl.program_id(0) % n_tiles, head % n_heads, (head // n_heads).to(tl.int64)
@@ -45,7 +45,7 @@ def seen_keys(t0, T, S, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl
 
 @triton.jit
 def _addresses(base, row_stride, first, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    # The tile's corner in 64 bits: row number times stride may pass 2**31. Inside a tile, 32 bits
+    # The tile's corner in 64 bits: row number times stride may exceed 2**31. Inside a tile, 32 bits
     # are enough.
     corner = base + tl.cast(first, tl.int64) * row_stride
     return corner + tl.arange(0, BLOCK_ROWS)[:, None] * row_stride + tl.arange(0, BLOCK_D)[None, :]
@@ -56,7 +56,7 @@ def load_tile(
     base, row_stride, first, n_rows,
     D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CHECK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_ROWS, BLOCK_D). CHECK_ROWS False promises that all rows exist; saves a comparison."""
+    """(BLOCK_ROWS, BLOCK_D). CHECK_ROWS False: all rows exist, and no comparison is needed."""
     addresses = _addresses(base, row_stride, first, BLOCK_ROWS, BLOCK_D)
     columns_exist = tl.arange(0, BLOCK_D)[None, :] < D
     if CHECK_ROWS:
