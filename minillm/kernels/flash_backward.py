@@ -12,9 +12,9 @@ With scores = scale · Q Kᵀ, weights P = exp(scores - LSE) and O = P V, the gr
 
 where delta (one number per row) is Σ_s P dP. It equals dO · O, the row of dO times the row of O, so
 no pass over the row of P is needed. P is computed again from Q, K and the log-sum-exp that the
-forward pass kept: reading it would cost more time than computing it. That makes 5 products where
-the forward pass has 2. Here it is 7, because the scores and dP are computed both in the kernel for
-dK and dV and in the one for dQ.
+forward pass stored: reading it would take longer than computing it. That makes 5 products where the
+forward pass has 2. Here there are 7, because the scores and dP are computed twice: in the kernel
+for dK and dV and in the one for dQ.
 
 Three kernels, all without atomics, so that two runs give equal bits:
 
@@ -71,7 +71,7 @@ def _add_queries(
     t0, T, first_query, scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add what the tile of queries that starts at t0 contributes to dK and dV.
+    """Add the contribution of the tile of queries that starts at t0 to dK and dV.
 
     first_query (BLOCK_S,): the first query that sees each key.
     """
@@ -80,14 +80,15 @@ def _add_queries(
     grad_tile = load_tile(grad_head, grad_stride_t, t0, T, D, BLOCK_T, BLOCK_D, True)
     lse = tl.load(lse_head + rows, mask=rows < T, other=float("inf"))
     delta = tl.load(delta_head + rows, mask=rows < T, other=0.0)
-    # (BLOCK_S, BLOCK_T): transposed
+    # Scores and weights transposed, (BLOCK_S, BLOCK_T): P = exp(scores - LSE), by powers of two
     scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
     weights = tl.exp2(scores * scale_log2 - (lse * LOG2_E)[None, :])
     if MASKED:
         weights = tl.where(rows[None, :] >= first_query[:, None], weights, 0.0)
-    dv = tl.dot(weights.to(grad_tile.dtype), grad_tile, dv, input_precision="ieee")
+    dv = tl.dot(weights.to(grad_tile.dtype), grad_tile, dv, input_precision="ieee")  # dV += Pᵀ dO
     dweights = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")
-    dscores = weights * (dweights - delta[None, :])
+    dscores = weights * (dweights - delta[None, :])  # P ∘ (dP - delta)
+    # dK += dscoresᵀ Q; the scale comes at the end
     dk = tl.dot(dscores.to(q_tile.dtype), q_tile, dk, input_precision="ieee")
     return dk, dv
 
@@ -140,7 +141,7 @@ def dkv_kernel(
 ):  # fmt: skip
     """DK and DV of one tile of keys of one key/value head.
 
-    A walk over the queries that see it, one head of the group after another.
+    A walk over the queries that see these keys, one head of the group after another.
     """
     tile, kv_head, b = which_tile(tl.cdiv(S, BLOCK_S), H // G)
     # Causal: the first keys are seen by the most queries, so their tiles take longest. They start
@@ -154,7 +155,7 @@ def dkv_kernel(
 
     dk = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
-    for h in range(kv_head * G, kv_head * G + G):
+    for h in range(kv_head * G, kv_head * G + G):  # the query heads that share these keys
         q_head = Q + b * q_stride_b + h * q_stride_h
         grad_head = GRAD + b * grad_stride_b + h * grad_stride_h
         lse_head, delta_head = LSE + (b * H + h) * T, DELTA + (b * H + h) * T
@@ -181,7 +182,7 @@ def _add_keys(
     scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add what the tile of keys that starts at s0 contributes to dQ."""
+    """Add the contribution of the tile of keys that starts at s0 to dQ."""
     k_tile = load_tile(k_head, k_stride_s, s0, S, D, BLOCK_S, BLOCK_D, MASKED)
     v_tile = load_tile(v_head, v_stride_s, s0, S, D, BLOCK_S, BLOCK_D, MASKED)
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
@@ -190,7 +191,7 @@ def _add_keys(
         scores = tl.where(visible, scores, float("-inf"))
     weights = tl.exp2(scores - (lse * LOG2_E)[:, None])  # (BLOCK_T, BLOCK_S)
     dweights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
-    dscores = weights * (dweights - delta[:, None])
+    dscores = weights * (dweights - delta[:, None])  # P ∘ (dP - delta)
     return tl.dot(dscores.to(k_tile.dtype), k_tile, dq, input_precision="ieee")
 
 

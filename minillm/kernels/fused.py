@@ -61,6 +61,7 @@ def silu_mul_kernel(GATE_UP, OUT, F, BLOCK: tl.constexpr):
     """One piece of a row: F.silu(gate) * up, for gate and up side by side in a row of 2F."""
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exist = columns < F
+    # GATE_UP (rows, 2F): F numbers of the gate, then F of up
     gate = tl.load(GATE_UP + row * 2 * F + columns, mask=exist, other=0.0).to(tl.float32)
     up = tl.load(GATE_UP + row * 2 * F + F + columns, mask=exist, other=0.0).to(tl.float32)
     product = gate * tl.sigmoid(gate) * up
