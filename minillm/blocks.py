@@ -148,6 +148,7 @@ class BlockManager:
         At least one token is left to compute, since its logits are wanted.
         """
         table, size = BlockTable(), self.block_size
+        # Block by block, as long as the chain of prefixes is known.
         for i in range((len(ids) - 1) // size if self.prefix_caching else 0):
             known = self._known.get((table.prefix, tuple(ids[i * size : (i + 1) * size])))
             if known is None:
@@ -177,12 +178,14 @@ class BlockManager:
                 "are available."
             )
         copies = []
+        # Copy on write: the sequence gives up the shared block and goes on in one of its own.
         if n_new > 0 and self.writes_shared(table):
             at = table.n_tokens // self.block_size
             shared, table.blocks[at] = table.blocks[at], self._take()
             copies.append((shared, table.blocks[at]))
             table.copied = min(table.copied, at)
             self._release(shared)
+        # Then new blocks, as many as the tokens need beyond what the last one has room for.
         while len(table.blocks) * self.block_size < table.n_tokens + n_new:
             table.blocks.append(self._take())
         return copies

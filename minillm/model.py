@@ -56,11 +56,13 @@ class Layer(nn.Module):
         super().__init__()
         c = self.config = config
         heads = c.n_heads * c.d_head
+        # Attention.
         self.attn_norm = nn.Parameter(torch.ones(c.d_model))
         self.qkv = Linear(c.d_model, heads + 2 * c.n_kv_heads * c.d_head, bias=c.qkv_bias)
         self.q_norm = nn.Parameter(torch.ones(c.d_head)) if c.qk_norm else None
         self.k_norm = nn.Parameter(torch.ones(c.d_head)) if c.qk_norm else None
         self.out = Linear(heads, c.d_model, bias=c.attn_out_bias)
+        # Feed-forward network.
         self.mlp_norm = nn.Parameter(torch.ones(c.d_model))
         self.gate_up = Linear(c.d_model, 2 * c.d_ff, bias=False)
         self.down = Linear(c.d_ff, c.d_model, bias=False)

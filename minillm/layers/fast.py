@@ -41,9 +41,10 @@ def operations(x: Tensor, wanted: bool | None) -> Operations | None:
     """
     if wanted is False:
         return None
-    if wanted is None and not x.is_cuda:
+    if wanted is None and not x.is_cuda:  # on a CPU: one row in bfloat16, no gradients
         one_row = x.numel() == x.shape[-1] and x.dtype == torch.bfloat16
         return ONE_ROW if one_row and not torch.is_grad_enabled() else None
+    # On a GPU, or in Triton's interpreter: the kernels, where they take the input.
     why_not = why_not_here(x, "Decoder.fast = True", "leave it at None")
     if why_not is None and torch.is_grad_enabled():
         why_not = (

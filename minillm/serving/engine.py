@@ -141,7 +141,7 @@ class Engine:
             self._next_id, ids, max_new_tokens, samplings,
             stop_ids=stop, on_token=on_token, arrival=self.clock.arrival(arrival),
         )  # fmt: skip
-        if max_new_tokens:
+        if max_new_tokens:  # all have one prompt, so one check is enough
             self.scheduler.check(requests[0], len(requests))
         self._take(requests)
         return [request.id for request in requests]
@@ -255,6 +255,7 @@ class Engine:
         rows: dict[Request, range] = {}
         for work in plan.work:
             request = work.request
+            # Blocks that are full now may serve later requests.
             self.scheduler.manager.remember(request.table, request.ids)
             if work.rows:
                 rows[request] = work.rows
@@ -274,7 +275,7 @@ class Engine:
             else:
                 if request.reached:
                     self._end(request, request.reached)
-                else:
+                else:  # forget the keys and values of wrong draft tokens
                     self.scheduler.manager.rewind(request.table, n_wrong)
 
     def _restore(self) -> None:

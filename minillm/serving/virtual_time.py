@@ -109,10 +109,12 @@ class VirtualEngine:
         plan = scheduler.schedule()
         if not plan.work:
             return []
+        # What the model would do: the tokens are computed, and time passes.
         for work in plan.work:
             work.request.table.n_tokens += len(work.tokens)
         self.clock.passed(*plan.counts)
         self.stats.record(plan, scheduler, start, self.clock.now())
+        # Token 0 for each request whose tokens are all computed.
         for work in plan.work:
             request = work.request
             scheduler.manager.remember(request.table, request.ids)
