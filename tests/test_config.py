@@ -258,8 +258,8 @@ BASES = [raw_config(cls) for cls in (LlamaConfig, MistralConfig, Qwen2Config, Qw
 ]
 
 
-# Derandomized, here and in the other files: the same examples on every run, so that a failure is
-# never luck.
+# Derandomized, here and in the other files: the same examples on every run, so that no failure
+# comes and goes.
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.data())

@@ -179,7 +179,7 @@ def test_kv_cache_bytes_of_live_caches(config, batch_size, max_len, dtype):
 
 def test_bytes_are_exact_where_floats_are_not():
     config = replace(tiny_config(), n_kv_heads=1, d_head=2, n_layers=1)
-    n = 10**17 + 1  # 4 numbers a token
+    n = 10**17 + 1  # 4 numbers per token
     assert costs.kv_cache_bytes(config, 1, n, "int8") == 4 * n
     assert costs.kv_cache_bytes(config, n, n, "int4") == 2 * n**2
 
@@ -212,11 +212,11 @@ def test_max_batch_size_at_the_edge():
 @pytest.mark.parametrize(
     ("T", "S", "D", "dtype", "block", "expected"),
     [
-        # The plain way: Q and O, K and V, and the matrix four times.
+        # Plain attention: Q and O, K and V, and the score matrix four times.
         (1, 1, 1, "int8", None, 2 + 2 + 4),
         (2, 3, 5, "fp16", None, 2 * (2 * 2 * 5 + 2 * 3 * 5 + 4 * 2 * 3)),
         (1024, 1024, 64, "fp16", None, 2 * (4 * 1024 * 64 + 4 * 1024**2)),
-        # Tiles: K and V once for each, and a float32 for each query, whatever the dtype.
+        # Tiles: K and V once per tile, and one float32 per query, whatever the dtype.
         (1, 1, 1, "int8", 1, 2 + 2 + 4),
         (2, 3, 5, "fp16", 1, 2 * (2 * 2 * 5 + 2 * (2 * 3 * 5)) + 4 * 2),
         (2, 3, 5, "fp16", 2, 2 * (2 * 2 * 5 + 2 * 3 * 5) + 4 * 2),

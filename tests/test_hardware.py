@@ -104,7 +104,7 @@ def test_a_machine_has_its_middle_bandwidth_and_its_best_peak(monkeypatch):
 
 @pytest.mark.slow
 def test_measuring_this_machine(monkeypatch):
-    """With fewer repeats than otherwise, which only makes the figures less exact."""
+    """With fewer repeats than usual, which only makes the figures less exact."""
 
     def twice(fn: Callable[[], Any], device: torch.device, repeats: int, statistic: Any) -> float:
         assert repeats > 2

@@ -1,4 +1,4 @@
-"""Files and calls of a hostile tester: each gives one sentence, soon, or the right model."""
+"""Hostile files and calls: each quickly gives one sentence, or the right model."""
 
 import itertools
 import json
@@ -121,7 +121,7 @@ def test_numbers_too_large_for_the_dtype(tmp_path):
         load(path, device="cpu", dtype="float16")
 
 
-# Files that are none, and sizes
+# What is not a file, and sizes
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
@@ -255,7 +255,7 @@ def test_a_missing_epsilon(tmp_path):
 
 
 def offsets(path: Path) -> list[int]:
-    """Where in the file the tensors' offsets stand, in order."""
+    """Where in the file the tensors' offsets are, in order."""
     data = path.read_bytes()
     places = []
     for name, tensor in read_gguf(path)[1].items():
@@ -314,7 +314,7 @@ def test_alignments(tmp_path, alignment):
     ids=["keep", "nested", "backtracking", "recursive", "exponential"],
 )
 def test_evil_patterns(tmp_path, pattern):
-    """A tokenizer comes back, or a sentence; no panic, no hang."""
+    """The result is a tokenizer or one sentence; no panic, no hang."""
     raw = json.loads(json.dumps(SMALL))
     split = {
         "type": "Split",

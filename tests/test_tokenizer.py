@@ -63,8 +63,8 @@ TEXTS = [
     "".join(map(chr, range(32))) + "\x7f\x80\x85\x9f",
     "_a_ __init__ {}[]()!!!??? --- ### ``` \\ \\n $%&/",
 ]
-# Fragments whose neighbourhoods the cutting patterns decide; random strings of them find more than
-# random characters.
+# Fragments that the splitting patterns treat differently next to each other; random strings of them
+# find more than random characters.
 FRAGMENTS = [
     " ",
     "  ",
@@ -266,7 +266,7 @@ def test_lone_surrogates_become_replacement_characters(pairs: dict[str, Any]) ->
 def test_llama3_puts_its_first_token_before_any_text(pairs: dict[str, Any]) -> None:
     ours, _ = pairs["llama3"]
     assert ours.encode("")[:1] == [ours.special["<|begin|>"]]
-    assert ours.encode("<|begin|>") == [0, 0]  # as in Hugging Face: the text's own comes second
+    assert ours.encode("<|begin|>") == [0, 0]  # as in Hugging Face: the prefix, then the text's own
 
 
 @pytest.mark.parametrize("i", [-1, 49152, 1 << 40])
@@ -672,7 +672,7 @@ FILES = {
 
 @pytest.fixture
 def each_template_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A template runs in a process of its own; here most examples have the same one."""
+    """Each template runs in its own process; most examples share one, so it is rendered once."""
     rendered: dict[str, str] = {}
 
     def render_once(*request: Any) -> str:

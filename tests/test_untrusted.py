@@ -1,4 +1,4 @@
-"""More files that others wrote, beside those of test_hostile.py: texts without end, swapped tables.
+"""More untrusted files, beside those of test_hostile.py: endless texts, swapped tables.
 
 Each gives one sentence of bounded length without control characters, soon, or the right model.
 """
@@ -30,13 +30,13 @@ from minillm.weights.default import fetch_default
 from minillm.weights.tokenizer_files import tokenizer_from_folder, tokenizer_from_gguf
 
 LONG = "long " * 200_000
-RAW = "\x1b[2J\r\n\u202e" * 3  # clears a terminal, and turns what follows around
+RAW = "\x1b[2J\r\n\u202e" * 3  # clears a terminal, and reverses what follows
 CHAT = [{"role": "user", "content": "Hä 🦜?"}]
 
 
 @pytest.fixture(autouse=True)
 def no_hang() -> Iterator[None]:
-    """A test that waits for ever (at a pipe, say) fails after a minute."""
+    """A test that waits forever (for a pipe, say) fails after a minute."""
 
     def stop(*_: object) -> None:
         raise AssertionError("more than a minute")
@@ -162,7 +162,7 @@ def test_names_of_shards(tmp_path: Path, name: str, kind: type[Exception]) -> No
 
 
 def test_long_paths_are_shown_to_their_end(tmp_path: Path) -> None:
-    """Those of a hub's cache have more than 100 characters."""
+    """Paths in a hub's cache have more than 100 characters."""
     path = tmp_path / ("models--organization--a-name-of-some-length" * 2) / "snapshots"
     path.mkdir(parents=True)
     refused(lambda: load(path), r"snapshots/config\.json' does not exist", FileNotFoundError)
@@ -246,7 +246,7 @@ def test_a_field_twice(tmp_path: Path) -> None:
 
 
 def test_a_name_of_hugging_face_beside_the_right_one(tmp_path: Path) -> None:
-    """It is in the file and has the right shape, but GGUF files do not call it so."""
+    """It is in the file and has the right shape, but GGUF files use another name for it."""
     path = write_gguf(tmp_path / "m.gguf")
     writer = gguf.GGUFWriter(tmp_path / "extra.gguf", "llama")
     for name, value in gguf_tensors(path).items():
@@ -280,7 +280,7 @@ def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
 
 
 def test_tensors_in_any_order(tmp_path: Path) -> None:
-    """Which tensor comes first is free, as long as the file lists them as they lie."""
+    """Any tensor may come first, as long as the file lists them in the order of their data."""
     path = write_gguf(tmp_path / "m.gguf")
     expected = load(path, device="cpu")[0].state_dict()
     named = list(gguf_tensors(path).items())
@@ -316,7 +316,7 @@ def gguf_fields(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("i", [-1000, -1, 256, 1 << 63])
 def test_ids_outside_the_vocabulary(tmp_path: Path, i: int) -> None:
-    """Also the first token, which no text may begin with but a template may name."""
+    """Also the BOS id where no text starts with it: a template may still name it."""
     assert tokenizer_from_gguf(gguf_fields(bos_token_id=255)).n_vocab == 256
     for add in ({}, {"add_bos_token": True}, {"add_bos_token": False}):
         fields = gguf_fields(bos_token_id=i, **add)
@@ -338,13 +338,13 @@ def with_pattern(folder: Path, pattern: str) -> Path:
 @pytest.mark.parametrize(
     ("pattern", "words"),
     [
-        # Written out, 10⁹ characters: the compiler, which no timeout stops, would not come back.
+        # Written out, 10⁹ characters: the compiler, which no timeout stops, would never finish.
         (r"(?:(?:a{1000}){1000}){1000}|[\s\S]", "repeats something more than 1000 times"),
         (r"(?:(?:(?:a{ 32,}){,32}){32})|[\s\S]", "repeats something more than 1000 times"),
         ("|".join("a" * i for i in range(1, 500)) + r"|[\s\S]", "longer than 2000 characters"),
         (r"(?:[\s\S]|[\s\S][\s\S])*\d\d\d\d$|[\s\S]", "takes more than|that can be used"),
         (r"|[\s\S]", "cannot use this vocabulary or pattern"),
-        # The one library takes this for "foo with errors", the other for braces.
+        # One library reads this as "foo with errors", the other as literal braces.
         (r"(?:foo){i<=99}|(?:foo){e<=99}", "leaves out|not a regular|cannot use|takes more"),
         (r"(?e)[\s\S]", "cannot use this vocabulary or pattern"),
         (LONG, "longer than 2000 characters"),

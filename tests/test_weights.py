@@ -269,7 +269,7 @@ def write_gguf(
     w.add_chat_template("{{ messages[0].content }}<|end|>")
     quantization = gguf.GGMLQuantizationType[kind]
     if c.rope_parameters["rope_type"] == "llama3":
-        # The writer of llama.cpp works the divisors out; here they come from transformers.
+        # llama.cpp's converter computes the divisors; here they come from transformers.
         plain = 1 / c.rope_parameters["rope_theta"] ** (torch.arange(0, d_head, 2) / d_head)
         w.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
     for name, p in model.state_dict().items():
@@ -350,7 +350,7 @@ def test_a_ranks_part_of_a_gguf_file(tmp_path: Path, config: Any) -> None:
     "config", [small(attention_bias=True, tie_word_embeddings=True), small(Qwen2Config)], ids=str
 )
 def test_a_files_own_four_bits(tmp_path: Path, config: Any, kind: str) -> None:
-    """Nothing but the scales' rounding to bfloat16 stands between the file and the matrices."""
+    """The matrices differ from the file only by the scales' rounding to bfloat16."""
     path = write_gguf(tmp_path / "small.gguf", random_model(config), kind)
     exact, _ = load(path, device="cpu", dtype="float32")
     ours, _ = load(path, device="cpu", dtype="int4")
@@ -371,7 +371,7 @@ def test_a_files_own_four_bits(tmp_path: Path, config: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_folders_are_quantized_while_they_are_loaded(tmp_path: Path, dtype: str) -> None:
-    """To what `quantize` makes of the loaded model."""
+    """Equal to what `quantize` makes of the loaded model."""
     random_model(small()).save_pretrained(tmp_path)
     ours, _ = load(tmp_path, device="cpu", dtype=dtype)
     expected = quantize(load(tmp_path, device="cpu", dtype="float32")[0], dtype)
@@ -490,7 +490,7 @@ def as_transformers(ours: Decoder) -> LlamaForCausalLM:
     with torch.device("meta"):
         theirs = LlamaForCausalLM(config)
     theirs.load_state_dict(state, assign=True)
-    theirs.model.rotary_emb = LlamaRotaryEmbedding(config)  # its table is no part of the state
+    theirs.model.rotary_emb = LlamaRotaryEmbedding(config)  # its table is not part of the state
     return theirs.eval()
 
 
@@ -951,8 +951,8 @@ def check_load(path: Path) -> None:
 @many
 @given(data=st.data())
 def test_forged_gguf_files(tmp_path: Path, gguf_bytes: bytes, data: st.DataObject) -> None:
-    # Most of the header is the list of tokens; what comes before and after it is more worth
-    # damaging, and so is the end, where the tensors are.
+    # Most of the header is the list of tokens; damage before and after it finds more, and so does
+    # damage at the end, where the tensors are.
     before = gguf_bytes.index(b"tokenizer.ggml.tokens") + 200
     after = gguf_bytes.index(b"tokenizer.ggml.token_type")
     ranges = ((0, before), (after, after + 100), (after + 1100, after + 2400))
@@ -981,7 +981,7 @@ def tiny_tokenizer() -> bytes:
 def test_forged_folders(
     tmp_path: Path, tiny_folder: Path, tiny_tokenizer: bytes, name: str, data: st.DataObject
 ) -> None:
-    """One file of the folder is damaged, or a number in it is another one."""
+    """One file of the folder is damaged, or a number in it is changed."""
     files = {file.name: file.read_bytes() for file in tiny_folder.iterdir()}
     files["tokenizer.json"] = tiny_tokenizer
     if name == "model.safetensors.index.json":  # the only file moves into a shard
