@@ -43,7 +43,7 @@ def large_model(recording: Recording, tiny: bool) -> Decoder:
 def model(recording: Recording, tiny: bool) -> None:
     """One user: eager and as a graph, each with fused kernels and without; a replay by kernel."""
     device, large = recording.device, large_model(recording, tiny)
-    n, prompt = (3, [1, 2, 3]) if tiny else (64, list(range(8)))
+    n, prompt = (32, [1, 2, 3]) if tiny else (64, list(range(8)))
     bandwidth = 1e18 if tiny else read_bandwidth(device, large.dtype)
     n_bytes = costs.decode_bytes(large.config, 1, len(prompt) + n // 2, dtype_name(large.dtype))
     bound = n_bytes / bandwidth
@@ -56,7 +56,7 @@ def model(recording: Recording, tiny: bool) -> None:
             return seconds(lambda: generate(large, prompt, k), device)
 
         run(2)
-        return median((run(n + 1) - run(1)) / n for _ in range(1 if tiny else 5))
+        return median((run(n + 1) - run(1)) / n for _ in range(5))
 
     for name, fused in KERNELS.items():
         large.fast = fused
