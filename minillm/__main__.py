@@ -151,6 +151,7 @@ def _chat(options: argparse.Namespace) -> None:
         if not question:
             return
         messages.append({"role": "user", "content": question})
+        # The whole conversation is read again for every question.
         new, _ = _stream(model, tokenizer, tokenizer.chat(messages), options)
         answer = [i for i in new if i not in tokenizer.stop_ids]
         messages.append({"role": "assistant", "content": tokenizer.decode(answer)})

@@ -76,7 +76,7 @@ def fit(
     products = torch.autocast(device.type, torch.bfloat16) if in_bfloat16 else nullcontext()
     with _gradients_only_for(learned, model):
         losses = _resumed(checkpoint, learned, optimizer)
-        rest = islice(iter(batches), len(losses), None)
+        rest = islice(iter(batches), len(losses), None)  # one loss for each batch done
         bar = tqdm(rest, total=total, initial=len(losses), mininterval=1, disable=total is None)
         for batch in bar:
             if not batch.numel():

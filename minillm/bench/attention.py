@@ -190,7 +190,7 @@ def measure_memory(recording: Recording, peers: dict[str, Peer]) -> None:
     for name in ("triton", "math"):
         for _ in range(5):
             torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
+            before = torch.cuda.memory_allocated(device)  # the inputs and earlier leftovers
             out = peers[name](q, k, v, True)
             torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
             peak = torch.cuda.max_memory_allocated(device)

@@ -138,7 +138,7 @@ def timed_parts(engine: Engine) -> dict[str, float]:
     spent: dict[str, float] = defaultdict(float)
 
     def timed(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-        fn = getattr(fn, "untimed", fn)
+        fn = getattr(fn, "untimed", fn)  # an earlier call may have wrapped it
 
         def call(*arguments: Any, **keywords: Any) -> Any:
             start = time.perf_counter()

@@ -48,7 +48,7 @@ def bench(device: torch.device) -> Path:
     asked = [f"Write {size} story about {t}." for size in ("a short", "a long") for t in _TOPICS]
     model, prompts = default_model(device, asked)
     generator = random.Random(0)
-    many = [draw_length(AZURE_OUTPUT, generator, 0.2) for _ in prompts]
+    many = [draw_length(AZURE_OUTPUT, generator, 0.2) for _ in prompts]  # a fifth of Azure's
     answers = {"of one length": [48] * len(prompts), "of many lengths": many}
     lengths = [len(prompt) for prompt in prompts]
     settings = {"model": model.config.name, "prompt_tokens": lengths, "new_tokens": answers}
@@ -106,7 +106,7 @@ def measure_requests(
         first = next(iter(forms.values()))
         calls["one at a time"] = partial(_one_by_one, first, prompts, lengths)
         if twin is not None:
-            longest = max(lengths)
+            longest = max(lengths)  # a static batch runs until its longest answer is done
             calls["transformers"] = partial(transformers_static_batch, twin, prompts, longest)
         timed = {name: partial(seconds, call, device) for name, call in calls.items()}
         if llama_cpp:

@@ -69,7 +69,7 @@ def bench(device: torch.device) -> Path:
     target = prepack(plain) if fmt.endswith(PREPACKED) else plain
     texts = prompts_of(tokenizer)
     drafters = {"student": ModelDrafter(student), "n-grams": NgramDrafter()}
-    twins = None
+    twins = None  # transformers' target and student, with the same weights
     if has("transformers", recording, "transformers"):
         twins = transformers_twin(plain), transformers_twin(load_student(plain))
     for name, prompts in texts.items():
@@ -145,6 +145,7 @@ def measure_text(
             cases[f"{name}, {which}, k = {k}"] = prediction(recording, which, results, k) | {
                 "measured": took["plain"] / took[f"{which}, k = {k}"],
             }
+        # Only the fastest k has a row; the others are in `cases`.
         best = min(KS, key=lambda k: took[f"{which}, k = {k}"])
         mine = took[f"{which}, k = {best}"]
         against = {"plain decoding": took["plain"] / mine}
@@ -260,7 +261,7 @@ def measure_engine(
         block_size=plain.block_size, pace=Always,
     )  # fmt: skip
     engines["student, always"] = Engine(target, plain, proposer=always)
-    for batch in (1, 4, 16):
+    for batch in (1, 4, 16):  # the engines stay warm from one to the next
         fns = {name: partial(serve, batch, engine) for name, engine in engines.items()}
         times = alternate(fns, REPEATS)
         took = {name: median(values) for name, values in times.items()}

@@ -110,7 +110,7 @@ def drafts(
 def _train_student(options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     """Write the text in bfloat16, then distil in float32; returns the file and its record."""
     start = time.perf_counter()
-    teacher, tokenizer = load(dtype="bfloat16")
+    teacher, tokenizer = load(dtype="bfloat16")  # faster, and good enough to write text
     assert tokenizer is not None
     batches, tried = _data(teacher, tokenizer, options)
     written = time.perf_counter()

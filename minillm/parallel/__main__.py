@@ -65,7 +65,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.pp > 1 or options.dtype not in ("int8", "int4"):
         device_and_plain_dtype("auto", options.dtype)
     check_whole("--max-new-tokens", options.max_new_tokens, least=0)
-    with opened(options.model) as (checkpoint, tokenizer):
+    with opened(options.model) as (checkpoint, tokenizer):  # reads the config, not the weights
         check_size(checkpoint.config, options.tp)
         check_stages(checkpoint.config.n_layers, options.pp)
     if tokenizer is None:
@@ -112,7 +112,7 @@ def _run_rank(options: argparse.Namespace, size: int) -> None:
             f"--tp and --pp ask for {size} ranks, but torchrun started {world_size()}."
         )
     model, tokenizer, groups = _load(options)
-    is_first = os.environ["RANK"] == "0"
+    is_first = os.environ["RANK"] == "0"  # all ranks produce the same tokens
     stream = tokenizer.stream()
 
     def show(token: int) -> None:

@@ -47,6 +47,7 @@ def shared_engine(model: Decoder, config: EngineConfig) -> "LeadingEngine | None
             f"A {type(config.drafter).__name__} multiplies with the target's own head, which is "
             "split over the ranks; use a drafter that needs only the tokens."
         )
+    # Ranks whose blocks differ would fail later, in the middle of a step.
     Group.sharing(
         model, n_blocks=config.n_blocks, block_size=config.block_size, kv_dtype=config.kv_dtype,
         backend=config.backend,
