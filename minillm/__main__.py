@@ -32,10 +32,15 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", default="auto", help="auto, float32, float16, bfloat16, int8, int4"
     )
     model.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
-    model.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    model.add_argument("--top-k", type=int, metavar="K")
-    model.add_argument("--top-p", type=float, metavar="P")
-    model.add_argument("--seed", type=int)
+    model.add_argument(
+        "--temperature", type=float, metavar="T",
+        help="0 is greedy; default: 1 with --top-k, --top-p or --seed, otherwise 0",
+    )  # fmt: skip
+    model.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    model.add_argument(
+        "--top-p", type=float, metavar="P", help="draw from the likeliest tokens that reach P"
+    )
+    model.add_argument("--seed", type=int, help="the same seed gives the same text")
 
     command = commands.add_parser(
         "generate", parents=[model], help="continue a prompt, and time it"
@@ -68,7 +73,17 @@ def main(arguments: list[str] | None = None) -> int:
 def _sampling(options: argparse.Namespace) -> "Sampling":
     from minillm.sampling import Sampling
 
-    return Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    names = {"--top-k": options.top_k, "--top-p": options.top_p, "--seed": options.seed}
+    given = [name for name, value in names.items() if value is not None]
+    temperature = options.temperature
+    if temperature is None:
+        temperature = 1.0 if given else 0.0  # who asks for one of these wants to sample
+    if temperature == 0 and given:
+        raise ValueError(
+            f"--temperature 0 is greedy, which leaves nothing to {' and '.join(given)}; give "
+            "another temperature, or leave it out."
+        )
+    return Sampling(temperature, options.top_k, options.top_p, options.seed)
 
 
 def _stream(
@@ -150,11 +165,32 @@ def _chat(options: argparse.Namespace) -> None:
             question = ""
         if not question:
             return
-        messages.append({"role": "user", "content": question})
         # The whole conversation is read again for every question.
-        new, _ = _stream(model, tokenizer, tokenizer.chat(messages), options)
+        asked = {"role": "user", "content": question}
+        room = model.config.max_seq_len - options.max_new_tokens
+        messages, ids = _fitting([*messages, asked], tokenizer, room)
+        if len(ids) > room:
+            print(f"(This alone is {len(ids)} tokens, and there is room for {room}; ask again.)")
+            messages = []
+            continue
+        new, _ = _stream(model, tokenizer, ids, options)
         answer = [i for i in new if i not in tokenizer.stop_ids]
         messages.append({"role": "assistant", "content": tokenizer.decode(answer)})
+
+
+def _fitting(
+    messages: list[dict[str, str]], tokenizer: "Tokenizer", room: int
+) -> tuple[list[dict[str, str]], list[int]]:
+    """The conversation and its ids, without its oldest turns if it has more than `room` tokens."""
+    kept, ids = messages, tokenizer.chat(messages)
+    while len(ids) > room and len(kept) > 1:
+        kept = kept[2:]  # a question and its answer
+        ids = tokenizer.chat(kept)
+    n_dropped = (len(messages) - len(kept)) // 2
+    if n_dropped:
+        turns = "turn is" if n_dropped == 1 else f"{n_dropped} turns are"
+        print(f"(The conversation is too long for the model: its oldest {turns} forgotten.)")
+    return kept, ids
 
 
 def _count(options: argparse.Namespace) -> None:

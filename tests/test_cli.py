@@ -10,7 +10,8 @@ import time
 import pytest
 import torch
 
-from minillm.__main__ import main
+from minillm import Sampling
+from minillm.__main__ import _fitting, _parser, _sampling, main
 
 
 def test_count_prints_the_card(capsys):
@@ -69,6 +70,60 @@ def test_chat_keeps_the_conversation(default, capsys, monkeypatch):
     assert "Rome" in out  # only with the first question in view is this "the capital of Italy"
 
 
+class Spelled:
+    """A token a character; a chat is its texts, one after another."""
+
+    stop_ids = ()
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return [ord(c) for m in messages for c in m["content"]]
+
+
+def turns(*lengths: int) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": "x" * n} for i, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "room", "kept", "said"),
+    [
+        ((5,), 5, 1, ""),
+        ((4, 4, 4), 12, 3, ""),
+        ((4, 4, 4), 11, 1, "its oldest turn is forgotten"),
+        ((4, 4, 4, 4, 4), 11, 1, "its oldest 2 turns are forgotten"),
+        ((4, 4, 1, 1, 4), 6, 3, "its oldest turn is forgotten"),
+        ((4, 4, 9), 8, 1, "its oldest turn is forgotten"),  # the newest stays in any case
+    ],
+)
+def test_a_chat_that_outgrows_the_context_drops_its_oldest_turns(lengths, room, kept, said, capsys):
+    messages = turns(*lengths)
+    found, ids = _fitting(messages, Spelled(), room)
+    assert found == messages[-kept:] and ids == Spelled().chat(found)
+    out = capsys.readouterr().out
+    assert said in out and bool(said) == bool(out)
+
+
+def parsed(*arguments: str) -> Sampling:
+    return _sampling(_parser().parse_args(["generate", "x", *arguments]))
+
+
+def test_what_asks_for_sampling_is_sampled():
+    """No option is silently without effect."""
+    assert parsed() == Sampling(0.0) and parsed("--temperature", "0.7") == Sampling(0.7)
+    assert parsed("--top-p", "0.9") == Sampling(1.0, top_p=0.9)
+    assert parsed("--top-k", "40") == Sampling(1.0, top_k=40)
+    assert parsed("--seed", "0") == Sampling(1.0, seed=0)
+    assert parsed("--top-k", "4", "--temperature", "2") == Sampling(2.0, top_k=4)
+
+
+def test_a_chat_goes_on_after_a_question_that_is_too_long(default, capsys, monkeypatch):
+    lines = iter(["word " * 8200, "What is the capital of France?", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    assert main(["chat", "--device", "cpu", "--max-new-tokens", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "tokens, and there is room for 8184; ask again.)" in out and "Paris" in out
+
+
 def test_fetch_prints_the_path(default, capsys):
     assert main(["fetch"]) == 0
     assert capsys.readouterr().out.strip().endswith("SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -88,6 +143,8 @@ def test_fetch_prints_the_path(default, capsys):
         (["generate", "x", "--device", "meta"], "meta"),
         (["generate", "x", "--temperature", "-1"], "temperature"),
         (["generate", "x", "--top-p", "2"], "top_p"),
+        (["generate", "x", "--temperature", "0", "--top-p", "0.9"], "nothing to --top-p; give"),
+        (["chat", "--temperature", "0", "--seed", "1", "--top-k", "3"], "--top-k and --seed"),
         (["generate", "x", "--max-new-tokens", "99999"], "8192"),
         (["generate", ""], "empty"),
         (["bench", "nothing"], "nothing"),
