@@ -25,7 +25,7 @@ from minillm import (
 from minillm.costs import decode_bytes, kv_cache_bytes, matmul_params
 from minillm.hardware import Hardware
 from minillm.parallel import serving
-from minillm.parallel.__main__ import main
+from minillm.parallel.__main__ import _cause, main
 from minillm.parallel.loading import load_tensor_parallel
 from minillm.parallel.plan import Plan, bubble_share, fitting_sizes, part
 from minillm.parallel.serving import shared_engine
@@ -106,11 +106,45 @@ def test_the_command_refuses(capsys):
         (["--tp", "0"], "--tp is 0; it must be a whole number, 1 or more"),
         (["--pp", "2", "--dtype", "int8"], "shards are read in float32, float16 or bfloat16"),
         (["--tp", "3", "--dtype", "nonsense"], "nonsense"),
-        (["--max-new-tokens", "9999"], "are more than the model's"),
+        (["--max-new-tokens", "9999"], "9999 new ones exceed the 8192 positions"),
+        (["--max-new-tokens", "-1"], "max_new_tokens is -1"),
         (["--tp", "3", "--model", "no/where/here"], "does not exist"),
     ):
         assert main(["generate", *given, "hi"]) == 2
-        assert said in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert said in err and err.startswith("minillm: ") and err.count("\n") == 1
+    assert main(["generate", "--tp", "3", ""]) == 2  # before any rank starts
+    assert capsys.readouterr().err == "minillm: prompt_ids is empty; give at least one token.\n"
+
+
+@pytest.mark.slow
+def test_what_only_the_ranks_can_find_out_is_one_sentence(capsys, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert main(["generate", "--tp", "3", "--max-new-tokens", "2", "hi"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("minillm: ") and err.count("\n") == 1 and "nothing0" in err
+
+
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [
+        ("W1128 torchrun:\nminillm: too long.\nminillm: too long.\nTraceback\n", "too long."),
+        ("minillm: [enforce fail at device.cc:84] no address for: x\n", "no address for: x"),
+        (
+            "[rank1]: Traceback (most recent call last):\n[rank1]: AssertionError: odd\n",
+            "A rank ended before the others (AssertionError: odd); look at its memory, or start",
+        ),
+        (
+            "  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 7)\n"
+            "  traceback : Signal 9 (SIGKILL) received by PID 7\n",
+            "A rank ended before the others (-9 (pid: 7)); look",
+        ),
+        ("", "A rank ended before the others (torchrun failed); look"),
+    ],
+)
+def test_a_report_of_torchrun_becomes_a_sentence(report, said):
+    assert _cause(report).startswith(said) and "\n" not in _cause(report)
 
 
 @pytest.mark.slow

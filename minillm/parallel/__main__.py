@@ -8,12 +8,13 @@ The command starts torchrun on itself. For several machines, start torchrun on e
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 from minillm.parallel.collectives import Group, init, inside_torchrun, own_device, world_size
-from minillm.tools.checks import check_whole
+from minillm.tools.checks import check_request, check_whole
 from minillm.tools.command_line import Parser, run
 
 if TYPE_CHECKING:
@@ -53,7 +54,31 @@ def _generate(options: argparse.Namespace, arguments: list[str]) -> int:
         _run_rank(options, size)
         return 0
     start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}"]
-    return subprocess.run([*start, "-m", "minillm.parallel", *arguments], check=False).returncode
+    done = subprocess.run(
+        [*start, "-m", "minillm.parallel", *arguments],
+        stderr=subprocess.PIPE, text=True, errors="replace", check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(_cause(done.stderr))
+    return 0
+
+
+def _cause(report: str) -> str:
+    """What ended the ranks, in one sentence, from all that they and torchrun have said.
+
+    A rank that knows says it as any command does, often several of them the same. One that was
+    ended from outside says nothing, and torchrun says how it ended.
+    """
+    told = re.search(r"^minillm: (.*)$", report, re.M)
+    if told:
+        # gloo and NCCL put the place in their source first.
+        return re.sub(r"^\[[^]]*\] *", "", told[1])
+    raised = re.findall(
+        r"^(?:\[rank\d+\]: ?)?(\w+(?:\.\w+)*(?:Error|Exception): .*)$", report, re.M
+    )
+    ended = re.findall(r"traceback : (Signal .*)$|exitcode +: (.*)$", report, re.M)
+    how = raised[0] if raised else next((a or b for a, b in ended), "torchrun failed")
+    return f"A rank ended before the others ({how.strip()}); look at its memory, or start again."
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -64,18 +89,13 @@ def _check(options: argparse.Namespace) -> None:
 
     if options.pp > 1 or options.dtype not in ("int8", "int4"):
         device_and_plain_dtype("auto", options.dtype)
-    check_whole("--max-new-tokens", options.max_new_tokens, least=0)
     with opened(options.model) as (checkpoint, tokenizer):  # reads the config, not the weights
         check_size(checkpoint.config, options.tp)
         check_stages(checkpoint.config.n_layers, options.pp)
     if tokenizer is None:
         raise ValueError("The model's folder has no tokenizer; give a model that has one.")
-    n, longest = len(tokenizer.encode(options.prompt)), checkpoint.config.max_seq_len
-    if n + options.max_new_tokens > longest:
-        raise ValueError(
-            f"{n} prompt tokens and {options.max_new_tokens} new ones are more than the model's "
-            f"{longest} positions; ask for fewer new tokens."
-        )
+    ids = tokenizer.encode(options.prompt)
+    check_request(checkpoint.config, ids, options.max_new_tokens, tokenizer.stop_ids)
 
 
 def _load(options: argparse.Namespace) -> "tuple[Decoder, Tokenizer, list[Group]]":
