@@ -8,7 +8,8 @@ ROOMS: tuple[str | tuple[str, tuple[str, ...]], ...] = (
     (
         "tools",
         (
-            "checks", "command_line", "folders", "exercises", "chat_template", "devices", "plots",
+            "checks", "command_line", "folders", "exercises", "submissions", "chat_template",
+            "devices", "plots",
         ),
     ),
     (
@@ -19,7 +20,7 @@ ROOMS: tuple[str | tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     "cpu_products", "measure", "config", "hf_config", "hardware", "costs", "card",
-    "tokenizer", "sampling",
+    "vocabulary", "tokenizer", "sampling",
     ("layers", ("flash", "attention", "per_token", "fast")),
     "blocks", "pieces", "fragmentation",
     "cache", "model", "kv_cache", "ragged", "paged", "generation",
@@ -76,7 +77,7 @@ ORDER = tuple(
 """Every module; a room's own name, its `__init__`, stands before its insides."""
 
 TORCH_FREE = (
-    "tools.checks", "tools.command_line", "tools.folders", "tools.exercises",
+    "tools.checks", "tools.command_line", "tools.folders", "tools.exercises", "tools.submissions",
     "tools.chat_template", "config", "hf_config", "hardware", "costs", "card", "blocks",
     "pieces", "fragmentation", "serving.request", "serving.step_plan", "serving.scheduler",
     "serving.timeline", "serving.metrics", "serving.virtual_time", "parallel.plan",
