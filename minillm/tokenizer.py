@@ -4,11 +4,12 @@ A byte-level BPE tokenizer (Sennrich et al. 2016; bytes as in Radford et al. 201
 three things: a regular expression that splits text into words, a list of byte strings, and the
 order in which neighbours merge. `minillm.weights` reads them from a checkpoint; here they are
 handed to `tiktoken`, which does the work. It merges in the order of token ids, so a vocabulary
-whose merges come in another order is refused.
+whose merges come in another order is refused (`minillm.vocabulary`).
 Ids equal those of Hugging Face's tokenizers on the same file.
 """
 
 import codecs
+import operator
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ import tiktoken
 
 from minillm.tools.chat_template import render
 from minillm.tools.checks import brief
+from minillm.vocabulary import mergeable, spelled
 
 SAMPLE = "Words don't 12 ½ _x+y?! \t \n\r\n  é e\u0301 ж 漢字 🦜\u200d🦜 \u00a0\x00\ue000 0000x"
 """Characters of every kind, to try patterns on."""
@@ -36,8 +38,9 @@ class Tokenizer:
     """Encode, decode and chat in a checkpoint's own vocabulary.
 
     stop_ids: ids that end an answer. special: text -> id of the control tokens, which are matched
-    before anything else. encoding: the `tiktoken.Encoding` that does the work. Raises ValueError
-    for a vocabulary, pattern or template that cannot be used.
+    before anything else. encoding: the `tiktoken.Encoding` that does the work. n_vocab: the last id
+    + 1. n_rows: the same for the model, whose matrices are often padded to a round number; `load`
+    sets it. Raises ValueError for a vocabulary, pattern or template that cannot be used.
     """
 
     def __init__(
@@ -52,14 +55,17 @@ class Tokenizer:
         chat_template: str | None = None,
         chat_tokens: dict[str, str] | None = None,  # "bos_token" -> its text, for the template
         nfc: bool = False,  # normalize text to Unicode's NFC first
+        ignore_merges: bool = False,  # a word that is a token is not merged
         name: str = "custom",
     ):
         # The vocabulary as tiktoken takes it
         _check_control_tokens(special)
-        ranks = _ranks(vocab, special)
-        _check_merge_order(vocab, merges, ranks)
+        spelling = spelled(vocab, special)
+        known = mergeable(vocab, merges, special, ignore_merges=ignore_merges)
+        ranks = {spelling[text]: vocab[text] for text in known}
         self.special = dict(special)
-        self.n_vocab = 1 + max([*ranks.values(), *special.values()], default=-1)
+        self.n_vocab = 1 + max([*vocab.values(), *special.values()], default=-1)
+        self.n_rows = self.n_vocab
         # tiktoken needs every byte. A byte that the vocabulary lacks gets an id past its end, and
         # is dropped from the text, as Hugging Face's BPE drops a character that it does not know.
         self._missing = {byte for byte in range(256) if bytes([byte]) not in ranks}
@@ -80,6 +86,8 @@ class Tokenizer:
         self._nfc = nfc
         self._control = _any_of(special)
         self.encoding = _encoding(name, pattern, ranks, self.special)
+        self._bytes = {vocab[text]: utf8 for text, utf8 in spelling.items()}
+        self._bytes |= {i: text.encode() for text, i in special.items()}
         with _as_value_error(_UNUSABLE):
             self._word = regex.compile(pattern) if self._missing else None
 
@@ -125,18 +133,16 @@ class Tokenizer:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
     def token_bytes(self, i: int) -> bytes:
-        """The bytes of one token, b"" for an id that the vocabulary leaves unused.
+        """The bytes of one token, b"" for an id that no token has.
 
-        ValueError for an id outside the vocabulary.
+        A model has such ids where its matrices are padded, and may choose one, if rarely.
+        ValueError for an id that the model does not have either.
         """
-        if not 0 <= i < self.n_vocab:
+        if not 0 <= i < self.n_rows:
             raise ValueError(
-                f"{brief(i)} is not a token id; this vocabulary has ids 0 to {self.n_vocab - 1}."
+                f"{brief(i)} is not a token id; this vocabulary has ids 0 to {self.n_rows - 1}."
             )
-        try:
-            return self.encoding.decode_single_token_bytes(i)
-        except KeyError:
-            return b""
+        return self._bytes.get(operator.index(i), b"")
 
     def stream(self) -> "StreamDecoder":
         """A decoder for ids that arrive one by one."""
@@ -236,73 +242,3 @@ def _check_ids(ids: Iterable[int], n_vocab: int) -> None:
             raise ValueError(
                 f"The stop or prefix id {brief(i)} is outside the vocabulary of {n_vocab} tokens."
             )
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte: 'Ġ' is the space, 'Ċ' the newline."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-def _ranks(vocab: dict[str, int], special: dict[str, int]) -> dict[bytes, int]:
-    """The vocabulary's tokens as bytes, without the control tokens."""
-    alphabet = _byte_alphabet()
-    ranks: dict[bytes, int] = {}
-    # "Ġthe" -> b" the"
-    for text, i in vocab.items():
-        if text in special:
-            continue
-        try:
-            ranks[bytes(alphabet[c] for c in text)] = i
-        except KeyError as error:
-            raise ValueError(
-                f"Token {i} ({brief(text)}) is not in GPT-2's byte alphabet; only byte-level BPE "
-                "can be read."
-            ) from error
-    # Each token has one id, and each id one token.
-    ids = [*ranks.values(), *special.values()]
-    bad = next((i for i in ids if not 0 <= i < 1 << 31), None)
-    if bad is not None:
-        raise ValueError(f"The vocabulary has the id {brief(bad)}; ids are from 0 to 2**31 - 1.")
-    if len(set(ids)) != len(ids) or any(vocab.get(text, i) != i for text, i in special.items()):
-        raise ValueError(
-            "Two tokens of this vocabulary share an id, or one has two ids; each needs its own."
-        )
-    return ranks
-
-
-def _check_merge_order(
-    vocab: dict[str, int], merges: Sequence[tuple[str, str]], ranks: dict[bytes, int]
-) -> None:
-    """Raise ValueError unless the merges come in the order of the ids that they produce.
-
-    tiktoken has no list of merges: it joins the neighbours whose union has the smallest id.
-    """
-    last, merged = -1, set()
-    for left, right in merges:
-        i = vocab.get(left + right)
-        if i is None or left not in vocab or right not in vocab:
-            raise ValueError(
-                f"The merge {brief(left)} + {brief(right)} names a token that is not in the "
-                "vocabulary."
-            )
-        if i in merged:
-            continue  # a second way to make the same token
-        if i < last:
-            raise ValueError(
-                f"The merge {brief(left)} + {brief(right)} comes out of the order of token ids; "
-                "this vocabulary cannot be read."
-            )
-        last = i
-        merged.add(i)
-    # Every token but the single bytes comes from a merge.
-    if len(merged) + 256 < len(ranks):
-        raise ValueError(
-            f"{len(ranks)} tokens but only {len(merged)} merges: this is not a byte-level BPE "
-            "vocabulary."
-        )

@@ -513,8 +513,8 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "
     [
         (put("WordPiece", "model", "type"), "tokenizer model 'WordPiece' is not implemented"),
         (put("Unigram", "model", "type"), "tokenizer model 'Unigram' is not implemented"),
-        (put(True, "model", "byte_fallback"), "only byte-level BPE"),
-        (put(0.1, "model", "dropout"), "only byte-level BPE"),
+        (put(True, "model", "byte_fallback"), "has byte_fallback, as Llama 2's .* only byte-level"),
+        (put(0.1, "model", "dropout"), "dropout 0.1 gives other ids each time; set it to null"),
         (
             put("##", "model", "continuing_subword_prefix"),
             "continuing_subword_prefix '##' is not implemented",
@@ -578,7 +578,7 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "
         (put("Ġ zzz", "model", "merges", 0), "'zzz' names a token that is not in the vocabulary"),
         (put(["a"], "model", "merges", 0), r"merge \['a'\] is not a pair"),
         (put("a b c", "model", "merges", 0), "merge 'a b c' is not a pair"),
-        (swap_merges, "comes out of the order of token ids"),
+        (swap_merges, "comes before the merges that make its parts"),
         (put([], "model", "merges"), "only 0 merges"),
         (put(5, "model", "vocab", "a"), "share an id"),
         (put(-5, "model", "vocab", "a"), r"has the id -5; ids are from 0 to 2\*\*31 - 1"),

@@ -23,9 +23,9 @@ from test_hostile import CONFIG, FLOAT, TEXT, field, folder, shard, tensors, wri
 from test_tokenizer import SMALL, folder_with
 
 from minillm import Tokenizer, load
-from minillm.tokenizer import _byte_alphabet
 from minillm.tools import chat_template
 from minillm.tools.chat_template import render
+from minillm.vocabulary import byte_alphabet
 from minillm.weights.default import fetch_default
 from minillm.weights.tokenizer_files import tokenizer_from_folder, tokenizer_from_gguf
 
@@ -309,7 +309,7 @@ def test_numbers_that_are_none_in_a_gguf_file(tmp_path: Path, bad: float) -> Non
 
 def gguf_fields(**changes: Any) -> dict[str, Any]:
     """A GGUF file's vocabulary of single bytes."""
-    fields = {"model": "gpt2", "pre": "gpt-2", "tokens": list(_byte_alphabet())}
+    fields = {"model": "gpt2", "pre": "gpt-2", "tokens": list(byte_alphabet())}
     fields |= {"token_type": [1] * 256} | changes
     return {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
 
@@ -364,7 +364,7 @@ def test_a_pattern_of_published_kind_is_not_too_long(tmp_path: Path) -> None:
 
 
 def test_control_tokens_without_end() -> None:
-    vocab = {c: i for i, c in enumerate(_byte_alphabet())}
+    vocab = {c: i for i, c in enumerate(byte_alphabet())}
     for n, text in ((20_001, "<{}>"), (1000, "{:a>400}")):
         special = {text.format(i): 256 + i for i in range(n)}
         refused(lambda special=special: make(vocab, special), f"has {n} control tokens; at most")

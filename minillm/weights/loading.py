@@ -59,6 +59,8 @@ def opened(source: str | Path | None) -> Iterator[tuple[Checkpoint, Tokenizer | 
                 f"{checkpoint.label}: the tokenizer has {tokenizer.n_vocab} ids, the model only "
                 f"{rows}."
             )
+        if tokenizer is not None:
+            tokenizer.n_rows = rows
         yield checkpoint, tokenizer
     except OSError as error:
         if error.errno is None:

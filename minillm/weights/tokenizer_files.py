@@ -12,6 +12,7 @@ import regex  # a dependency of tiktoken, with the syntax of its patterns
 
 from minillm.tokenizer import SAMPLE, Tokenizer
 from minillm.tools.checks import brief
+from minillm.vocabulary import byte_alphabet
 from minillm.weights.files import MEGABYTE, read_json, read_text
 
 # How text is split before merging: GPT-2's pattern (Radford et al. 2019), and its descendants.
@@ -82,6 +83,7 @@ def _from_gguf(fields: dict[str, Any], name: str) -> Tokenizer:
             key: tokens[i] for key, i in named.items() if i is not None and 0 <= i < len(tokens)
         },
         nfc=pre == "qwen2",
+        ignore_merges=pre == "llama-bpe",  # as llama.cpp does
         name=name,
     )
 
@@ -144,6 +146,7 @@ def _from_hf(raw: dict[str, Any], settings: dict[str, Any], folder: Path) -> Tok
         chat_template=_template(folder, settings),
         chat_tokens=chat_tokens,
         nfc=normalizer is not None,
+        ignore_merges=bool(model.get("ignore_merges")),
         name=folder.name,
     )
 
@@ -153,10 +156,20 @@ def _refuse_unsupported(
 ) -> None:
     """Raise ValueError for each option that would change the ids and is not implemented."""
     # How words become tokens
-    if model.get("type", "BPE") != "BPE" or model.get("byte_fallback") or model.get("dropout"):
+    if model.get("type", "BPE") != "BPE":
         raise ValueError(
-            f"The tokenizer model {brief(model.get('type'))} is not implemented; only byte-level "
-            "BPE can be read."
+            f"The tokenizer model {brief(model['type'])} is not implemented; only byte-level BPE "
+            "can be read."
+        )
+    if model.get("byte_fallback"):
+        raise ValueError(
+            "The tokenizer model has byte_fallback, as Llama 2's (SentencePiece), which is not "
+            "implemented; only byte-level BPE can be read."
+        )
+    if model.get("dropout"):
+        raise ValueError(
+            f"The tokenizer model's dropout {brief(model['dropout'])} gives other ids each time; "
+            "set it to null in tokenizer.json."
         )
     if normalizer not in (None, {"type": "NFC"}):
         raise ValueError(
@@ -168,6 +181,12 @@ def _refuse_unsupported(
             raise ValueError(
                 f"The tokenizer model's {option} {brief(model[option])} is not implemented."
             )
+    unknown = model.get("unk_token")
+    if unknown is not None and not model["vocab"].keys() >= byte_alphabet().keys():
+        raise ValueError(
+            f"The tokenizer model's unk_token {brief(unknown)} stands for bytes that the "
+            "vocabulary lacks, which is not implemented; train one with the whole byte alphabet."
+        )
     # How control tokens are found in a text
     for token in added:
         for option in ("lstrip", "rstrip", "single_word"):
