@@ -822,29 +822,6 @@ def test_a_gguf_tokenizer_larger_than_the_model(tmp_path: Path) -> None:
         load(path, device="cpu")
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "I8", "F64"])
-def test_unsupported_gguf_types(tmp_path: Path, kind: str) -> None:
-    quantization = gguf.GGMLQuantizationType[kind]
-    block, n_bytes = gguf.GGML_QUANT_SIZES[quantization]
-
-    def change(w: gguf.GGUFWriter) -> None:
-        w.add_tensor(
-            "blk.9.attn_q.weight",
-            np.zeros((2, 256 // block * n_bytes), np.uint8),
-            raw_dtype=quantization,
-        )
-
-    path = write_gguf(
-        tmp_path / "model.gguf", random_model(small(num_hidden_layers=1)), "F32", change
-    )
-    with pytest.raises(
-        ValueError,
-        match=f"'blk.9.attn_q.weight' is stored as {kind}, but only F32, F16, BF16, Q4_0, Q4_1, "
-        "Q8_0 are supported",
-    ):
-        load(path)
-
-
 def test_an_unknown_gguf_architecture(tmp_path: Path) -> None:
     path = write_gguf(
         tmp_path / "model.gguf", random_model(small(num_hidden_layers=1)), "F32", arch="gemma2"
@@ -867,8 +844,9 @@ def test_truncated_gguf(tmp_path: Path, gguf_bytes: bytes, n_bytes: int) -> None
     ("offset", "value", "words"),
     [
         (0, b"GGML", "does not begin with GGUF"),
-        (4, struct.pack("<I", 1), "version 1 is not supported"),
-        (4, struct.pack(">I", 3), "version 50331648 is not supported"),  # big-endian
+        (4, struct.pack("<I", 1), "has GGUF version 1"),
+        (4, struct.pack("<I", 4), "version 4 is not supported; fetch it again"),
+        (4, struct.pack(">I", 3), "is a big-endian GGUF file"),
         (8, struct.pack("<Q", 1 << 60), "tensors and .* fields, too many to be true"),
         (16, struct.pack("<Q", 1 << 60), "fields, too many to be true"),
         (24, struct.pack("<Q", 1 << 60), "ends in the middle of its header"),

@@ -136,7 +136,8 @@ class GGUFCheckpoint:
         offset = t.offset + first * row_bytes
         data = np.fromfile(self.path, np.uint8, count=n_rows * row_bytes, offset=offset)
         kind = GGMLQuantizationType[t.type]
-        return torch.from_numpy(quants.dequantize(data.reshape(n_rows, row_bytes), kind))
+        with np.errstate(all="ignore"):  # what is not finite is refused when it is copied
+            return torch.from_numpy(quants.dequantize(data.reshape(n_rows, row_bytes), kind))
 
     def stored_in_4_bits(self, name: str) -> QuantizedMatrix | None:
         """A matrix in Q4_0 or Q4_1 as the file stores it: blocks of 32 4-bit numbers with a scale.

@@ -6,20 +6,25 @@ is slow on a vocabulary.
 """
 
 import math
+import re
 import struct
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from minillm.tools.checks import brief
 
-TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0")
 _STRING, _LIST = 8, 9
 # struct codes of the scalar types
 _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"
 }  # fmt: skip
 _MAX_ITEMS = 4_000_000  # values in all lists together; a vocabulary has a few 100,000
+_PART_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")  # as llama.cpp names the parts of a model
+_MERGE = "merge all of them into one file first: llama-gguf-split --merge FIRST-PART model.gguf"
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class GGUFTensor:
     """
 
     shape: tuple[int, ...]
-    type: str  # "F32", "Q4_1", …
+    type: str  # "F32", "Q4_K", …
     offset: int  # bytes from the start of the file
     n_bytes: int
 
@@ -39,19 +44,30 @@ class _Damaged(Exception):
     """What is wrong with the file, as part of a sentence."""
 
 
+class _Unsupported(Exception):
+    """Why a file that is not damaged cannot be read, and what to do: the rest of a sentence."""
+
+
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     """The metadata and the tensor table of a GGUF file.
 
-    ValueError for one that is damaged, truncated or forged.
+    ValueError for one that is damaged, truncated or forged, for one part of several, and for
+    numbers in a format that the gguf package cannot convert.
     """
     try:
         with path.open("rb") as f:
             return _read(_Reader(f, path.stat().st_size))
+    except _Unsupported as error:
+        raise ValueError(f"{path} {error}.") from error
     except UnicodeDecodeError:
         reason = "a name or text in its header is not UTF-8"
     except _Damaged as error:
         reason = str(error)
-    raise ValueError(f"{path} is not a usable GGUF file: {reason}; fetch it again.")
+    part = _PART_NAME.search(path.name)
+    advice = "fetch it again"
+    if part and int(part[2]) > 1:  # cut by another tool than llama.cpp's, or damaged as well
+        advice = f"by its name it is part {int(part[1])} of {int(part[2])}: {_MERGE}"
+    raise ValueError(f"{path} is not a usable GGUF file: {reason}; {advice}.")
 
 
 class _Reader:
@@ -98,8 +114,7 @@ def _read(reader: _Reader) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     if reader.take(4) != b"GGUF":
         raise _Damaged("it does not begin with GGUF")
     version, n_tensors, n_fields = reader.integer(4), reader.integer(), reader.integer()
-    if version not in (2, 3):
-        raise _Damaged(f"version {version} is not supported")
+    _check_version(version)
     if n_tensors > 100_000 or n_fields > 10_000:
         raise _Damaged(f"it claims {n_tensors} tensors and {n_fields} fields, too many to be true")
     # Metadata
@@ -109,6 +124,7 @@ def _read(reader: _Reader) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         if key in fields:
             raise _Damaged(f"the field {brief(key)} appears twice")
         fields[key] = reader.value(reader.integer(4))
+    _refuse_parts(fields)
     # Tensors: name, shape, type, offset in the data
     table = []
     for _ in range(n_tensors):
@@ -119,6 +135,27 @@ def _read(reader: _Reader) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         shape = tuple(reader.integer() for _ in range(n_dims))[::-1]
         table.append((name, shape, reader.integer(4), reader.integer()))
     return fields, _place(table, fields.get("general.alignment", 32), reader)
+
+
+def _check_version(version: int) -> None:
+    if version in (2, 3):
+        return
+    if version and version & 0xFFFF == 0:  # a small number whose bytes stand the other way round
+        raise _Unsupported(
+            "is a big-endian GGUF file; take the little-endian one, or convert it: "
+            "gguf-convert-endian model.gguf little"
+        )
+    if version == 1:
+        raise _Unsupported("has GGUF version 1, of August 2023; convert the model again")
+    raise _Damaged(f"version {version} is not supported")
+
+
+def _refuse_parts(fields: dict[str, Any]) -> None:
+    """Raise for one file of a model that llama.cpp has split into several."""
+    count, number = fields.get("split.count", 1), fields.get("split.no", 0)
+    if count not in (0, 1):
+        which = number + 1 if type(number) is int else brief(number)
+        raise _Unsupported(f"is part {which} of the {brief(count)} files of one model; {_MERGE}")
 
 
 def _place(
@@ -135,12 +172,16 @@ def _place(
     for name, shape, kind, offset in table:
         # A type that can be read
         if kind not in GGML_QUANT_SIZES:
-            raise _Damaged(f"{brief(name)} has the unknown type {kind}")
+            raise _Damaged(
+                f"{brief(name)} has the type {kind}, which the gguf package does not know (a newer "
+                "version of the package may: pip install --upgrade gguf)"
+            )
         block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         type_name = GGMLQuantizationType(kind).name
-        if type_name not in TYPES:
-            raise _Damaged(
-                f"{brief(name)} is stored as {type_name}, but only {', '.join(TYPES)} are supported"
+        if not _can_be_read(type_name):
+            raise _Unsupported(
+                f"is not damaged, but stores {brief(name)} as {type_name}, which the gguf package "
+                "cannot convert; take a file in another format, such as Q4_K_M, Q8_0 or F16"
             )
         # A shape of whole blocks
         n_bytes = math.prod(shape) // block * block_bytes
@@ -160,3 +201,16 @@ def _place(
         tensors[name] = GGUFTensor(shape, type_name, start + offset, n_bytes)
         expected += -(-n_bytes // alignment) * alignment
     return tensors
+
+
+@cache
+def _can_be_read(type_name: str) -> bool:
+    """Whether the gguf package can convert numbers of this type: asked with one block."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+
+    kind = GGMLQuantizationType[type_name]
+    try:
+        quants.dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
