@@ -35,7 +35,7 @@ ROOMS: tuple[str | tuple[str, tuple[str, ...]], ...] = (
     (
         "weights",
         (
-            "files", "build", "safetensors_folder", "gguf_header", "gguf_checkpoint",
+            "files", "build", "safetensors_folder", "gguf_header", "gguf_config", "gguf_checkpoint",
             "tokenizer_files", "default", "loading",
         ),
     ),

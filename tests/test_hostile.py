@@ -180,7 +180,11 @@ def test_a_template_that_is_no_text_is_named(tmp_path):
 
 
 def write_gguf(path: Path, *, epsilon: bool = True, **extra: Any) -> Path:
-    """A tiny Llama in F32, through the gguf package's writer."""
+    """A tiny Llama in F32, through the gguf package's writer.
+
+    extra: "field…" adds a field (key, value, type), `replace` is a list of fields to set in place
+    of others (None removes one), `rename` gives tensors other names.
+    """
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1), writer.add_embedding_length(32), writer.add_head_count(2)
     writer.add_head_count_kv(2), writer.add_feed_forward_length(32), writer.add_context_length(64)
@@ -190,6 +194,12 @@ def write_gguf(path: Path, *, epsilon: bool = True, **extra: Any) -> Path:
     add_tokenizer(writer)
     for key, value in extra.items():
         writer.add_key_value(*value) if key.startswith("field") else None
+    for key, value, kind in extra.get("replace", []):
+        writer.kv_data[0].pop(key, None)
+        if value is not None:
+            writer.add_array(key, value) if isinstance(value, list) else writer.add_key_value(
+                key, value, kind
+            )
     names = {
         "token_embd": (270, 32), "output_norm": (32,), "output": (270, 32),
         "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,), "blk.0.attn_q": (32, 32),
@@ -216,7 +226,8 @@ def add_tokenizer(writer: gguf.GGUFWriter) -> None:
 
 
 def field(key: str, value: Any, kind: gguf.GGUFValueType) -> dict[str, Any]:
-    return {f"field {key}": (f"llama.{key}", value, kind)}
+    inner = (gguf.GGUFValueType.get_type(value[0]),) if isinstance(value, list) else ()
+    return {f"field {key}": (f"llama.{key}", value, kind, *inner)}
 
 
 FLOAT, TEXT = gguf.GGUFValueType.FLOAT32, gguf.GGUFValueType.STRING

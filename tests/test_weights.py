@@ -775,16 +775,16 @@ UINT, FLOAT, TEXT = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.FLOAT32, gguf.
     ("change", "words"),
     [
         (put("llama.block_count", 2, UINT), "lacks 9 tensors"),
-        (put("llama.block_count", "2", TEXT), "num_hidden_layers = '2'"),
+        (put("llama.block_count", "2", TEXT), "llama.block_count = '2'; it must be a whole number"),
         (
             put("llama.feed_forward_length", 97, UINT),
             r"gate_proj.weight has shape \(96, 64\), expected \(97, 64\)",
         ),
         (put("llama.vocab_size", 300, UINT), "embed_tokens.weight has shape"),
-        (put("llama.expert_count", 8, UINT), "expert_count = 8, which is not implemented"),
+        (put("llama.expert_count", 8, UINT), "expert_count' = 8, which is not implemented"),
         (
             put("llama.attention.sliding_window", 8, UINT),
-            "sliding_window = 8, which is not implemented",
+            "sliding_window' = 8, which is not implemented",
         ),
         (put("llama.rope.scaling.type", "yarn", TEXT), "rope scaling 'yarn'"),
         (put("llama.rope.dimension_count", 8, UINT), "rotates 8 of 16 dimensions"),

@@ -8,6 +8,7 @@ the model is built. The result is a complete model, or one sentence that says wh
     build.py               names and shapes checked, tensors copied in
     safetensors_folder.py  config.json and its .safetensors files
     gguf_header.py         what a GGUF file holds, and where
+    gguf_config.py         its metadata as a config, and what is refused
     gguf_checkpoint.py     a GGUF file under Hugging Face names
     tokenizer_files.py     vocabularies, merges and chat templates
     default.py             the default checkpoint, fetched once

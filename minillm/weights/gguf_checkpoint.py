@@ -1,8 +1,7 @@
 """A GGUF file as a checkpoint: llama.cpp's names, row order and number formats converted back.
 
 Sources: the GGUF specification (docs/gguf.md of ggml); for the row order of q and k in Llama files
-`LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py; for the rotary scaling
-`llama_model::load_hparams`.
+`LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py.
 """
 
 import math
@@ -10,7 +9,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +16,9 @@ from einops import rearrange
 from torch import Tensor
 
 from minillm.config import ModelConfig
-from minillm.hf_config import from_hf
 from minillm.quantization.grid import QuantizedMatrix
-from minillm.tools.checks import brief
 from minillm.weights.build import SLICE_BYTES
+from minillm.weights.gguf_config import config_from_gguf
 from minillm.weights.gguf_header import read_gguf
 
 # GGUF module -> Hugging Face module, inside a layer and outside
@@ -57,75 +54,12 @@ class GGUFCheckpoint:
         self.shapes = {hf: self._tensors[gg].shape for hf, gg in self._names.items()}
 
     def _read_config(self) -> ModelConfig:
-        """The metadata as a `ModelConfig`."""
-        arch = self.fields.get("general.architecture")
-        if arch not in ("llama", "qwen2", "qwen3"):
-            raise ValueError(
-                f"{self.path} has the architecture {brief(arch)}; only llama, qwen2 and qwen3 are "
-                "supported."
-            )
-        self._refuse_unsupported(arch)
-        config = from_hf(self._as_hf_config(arch), name=self.path.stem)
-        rotated = self.fields.get(f"{arch}.rope.dimension_count", config.d_head)
-        if rotated != config.d_head:
-            raise ValueError(
-                f"{self.path} rotates {brief(rotated)} of {config.d_head} dimensions, which is not "
-                "implemented."
-            )
+        """The metadata as a `ModelConfig`, with the file's own divisors of the frequencies."""
+        config = config_from_gguf(self.path, self.fields, set(self._tensors))
         if _ROPE_FREQUENCIES in self._tensors:  # Llama 3's scaling, stored as its (D/2,) divisors
             factors = self._read(_ROPE_FREQUENCIES, 0, 1)[0].tolist()
             config = replace(config, rope_factors=tuple(factors))
         return config
-
-    def _as_hf_config(self, arch: str) -> dict[str, Any]:
-        """The metadata in the words of config.json, so that both formats share one reader."""
-
-        def get(key: str, default: Any = None) -> Any:
-            return self.fields.get(f"{arch}.{key}", default)
-
-        tokens = self.fields.get("tokenizer.ggml.tokens")
-        return {
-            "model_type": arch,
-            "num_hidden_layers": get("block_count"),
-            "hidden_size": get("embedding_length"),
-            "num_attention_heads": get("attention.head_count"),
-            "num_key_value_heads": get("attention.head_count_kv"),
-            "head_dim": get("attention.key_length"),
-            "intermediate_size": get("feed_forward_length"),
-            "vocab_size": get("vocab_size", len(tokens) if isinstance(tokens, list) else None),
-            "max_position_embeddings": get("context_length"),
-            "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-            "rope_theta": get("rope.freq_base", 10000.0),
-            "tie_word_embeddings": "output.weight" not in self._tensors,
-            "attention_bias": arch == "llama" and "blk.0.attn_q.bias" in self._tensors,
-        }
-
-    def _refuse_unsupported(self, arch: str) -> None:
-        """Raise ValueError for keys that would change the mathematics and are not implemented."""
-        # Rope scaling; the default, and 0 for no scaling, are llama.cpp's.
-        kind = self.fields.get(f"{arch}.rope.scaling.type", "linear")
-        if kind not in ("none", "linear"):
-            raise ValueError(
-                f"{self.path} uses rope scaling {brief(kind)}, which is not implemented for GGUF "
-                "files."
-            )
-        for key in ("rope.scaling.factor", "rope.scale_linear"):
-            factor = self.fields.get(f"{arch}.{key}", 1)
-            if kind == "linear" and factor not in (0, 1):
-                raise ValueError(
-                    f"{self.path} sets {arch}.{key} = {brief(factor)}: linear rope scaling is not "
-                    "implemented."
-                )
-        # Other architectures
-        for key in ("expert_count", "attention.sliding_window"):
-            if value := self.fields.get(f"{arch}.{key}"):
-                raise ValueError(
-                    f"{self.path} sets {arch}.{key} = {brief(value)}, which is not implemented."
-                )
-        if f"{arch}.attention.layer_norm_rms_epsilon" not in self.fields:
-            raise ValueError(
-                f"{self.path} lacks {arch}.attention.layer_norm_rms_epsilon; fetch it again."
-            )
 
     def _read(self, gguf_name: str, first: int, n_rows: int) -> Tensor:
         """Rows of a tensor, (n_rows, fastest dimension) in float32, by the gguf package."""
