@@ -52,7 +52,7 @@ class Tokenizer:
         pattern: str,  # of one word
         stop_ids: Iterable[int] = (),
         prefix_ids: Sequence[int] = (),  # put before every text by `encode`
-        chat_template: str | None = None,
+        chat_template: str | dict[str, str] | None = None,  # several by name: "default" is used
         chat_tokens: dict[str, str] | None = None,  # "bos_token" -> its text, for the template
         nfc: bool = False,  # normalize text to Unicode's NFC first
         ignore_merges: bool = False,  # a word that is a token is not merged
@@ -75,6 +75,9 @@ class Tokenizer:
         self.stop_ids = tuple(sorted(set(stop_ids)))
         self._prefix = list(prefix_ids)
         _check_ids((*self.stop_ids, *self._prefix), self.n_vocab)
+        self._template_names = list(chat_template) if isinstance(chat_template, dict) else []
+        if isinstance(chat_template, dict):
+            chat_template = chat_template.get("default")
         if chat_template is not None and not isinstance(chat_template, str):
             raise ValueError(
                 f"The chat template is a {type(chat_template).__name__}; it must be a string."
@@ -154,6 +157,11 @@ class Tokenizer:
         They end where the assistant's answer begins. messages: dicts of "role" ("user", "system"
         or "assistant") and "content", a string.
         """
+        if self.chat_template is None and self._template_names:
+            raise ValueError(
+                f"This checkpoint's chat templates are named {brief(self._template_names)}, and "
+                "none is the default; write the one to use into the folder's chat_template.jinja."
+            )
         if self.chat_template is None:
             raise ValueError(
                 "This checkpoint has no chat template; encode the text yourself, or load an "

@@ -36,7 +36,7 @@ ROOMS: tuple[str | tuple[str, tuple[str, ...]], ...] = (
         "weights",
         (
             "files", "build", "safetensors_folder", "gguf_header", "gguf_config", "gguf_checkpoint",
-            "tokenizer_files", "default", "loading",
+            "special_tokens", "tokenizer_files", "default", "loading",
         ),
     ),
     ("speculation", ("drafters", "medusa", "medusa_heads", "speculative")),

@@ -8,7 +8,8 @@ costs a fraction of a second, once for each turn of a conversation.
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import datetime
 from typing import Any
 
 from minillm.tools.checks import brief
@@ -56,23 +57,62 @@ def render(template: str, messages: Sequence[dict[str, str]], tokens: dict[str, 
 
 
 def _render_here(template: str, messages: list[dict[str, str]], tokens: dict[str, str]) -> str:
-    """Run the template in Jinja's sandbox, with the same functions as in transformers."""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    """Run the template in the environment that transformers gives to templates.
 
-    def raise_exception(message: str) -> None:
-        raise _RefusedError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = raise_exception
-    environment.filters["tojson"] = lambda value, **kwargs: json.dumps(
-        value, ensure_ascii=False, **kwargs
-    )
+    The same functions, filters and tags; what isn't set is undefined there, and so it is here.
+    """
+    environment = _environment()
     # tools and documents as in transformers: templates test whether they are none.
     return environment.from_string(template).render(
         messages=messages, tools=None, documents=None, add_generation_prompt=True, **tokens
     )
+
+
+def _environment() -> Any:
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.nodes import CallBlock, Node
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} … {% endgeneration %} marks answers for training: here, just its body.
+
+        A call block, as in transformers: names that are set inside are not known after it.
+        """
+
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: Parser) -> Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return CallBlock(self.call_method("body"), [], [], body).set_lineno(line)
+
+        def body(self, caller: Callable[[], str]) -> str:
+            return caller()
+
+    def raise_exception(message: str) -> None:
+        raise _RefusedError(message)
+
+    def strftime_now(format: str) -> str:  # templates may give it by this name
+        return datetime.now().strftime(format)
+
+    def tojson(
+        x: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:  # Jinja's own escapes the characters of HTML.
+        return json.dumps(
+            x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    environment.filters["tojson"] = tojson
+    return environment
 
 
 class _RefusedError(Exception):

@@ -14,6 +14,7 @@ from minillm.tokenizer import SAMPLE, Tokenizer
 from minillm.tools.checks import brief
 from minillm.vocabulary import byte_alphabet
 from minillm.weights.files import MEGABYTE, read_json, read_text
+from minillm.weights.special_tokens import SpecialTokens
 
 # How text is split before merging: GPT-2's pattern (Radford et al. 2019), and its descendants.
 _GPT2 = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -124,36 +125,32 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer | None:
 
 def _from_hf(raw: dict[str, Any], settings: dict[str, Any], folder: Path) -> Tokenizer:
     model, normalizer = raw["model"], raw.get("normalizer")
-    added = raw.get("added_tokens", [])
-    _refuse_unsupported(model, normalizer, added)
+    _refuse_unsupported(model, normalizer)
     # Vocabulary
-    special = {token["content"]: token["id"] for token in added}
-    every = (*model["vocab"].items(), *special.items())
+    tokens = SpecialTokens(folder, raw, settings)
+    every = (*model["vocab"].items(), *tokens.ids.items())
     if not all(isinstance(text, str) and type(i) is int for text, i in every):
         raise ValueError("tokenizer.json maps something other than strings to whole numbers.")
-    # Ids with a role: an answer also ends with the eos_token of tokenizer_config.json.
-    chat_tokens = {key: _token_text(settings.get(key)) for key in ("bos_token", "eos_token")}
+    # Ids with a role: an answer ends with the model's eos_token_id, and with the tokenizer's.
     stop = _stop_ids(folder)
-    if chat_tokens["eos_token"] in special:
-        stop.append(special[chat_tokens["eos_token"]])
+    if tokens.named.get("eos_token"):
+        stop.append(tokens.ids[tokens.named["eos_token"]])
     return Tokenizer(
         model["vocab"],
         [_pair(merge) for merge in model["merges"]],
-        special=special,
+        special=tokens.ids,
         pattern=_pattern(raw.get("pre_tokenizer")),
         stop_ids=stop,
-        prefix_ids=_prefix(raw.get("post_processor"), special),
+        prefix_ids=_prefix(raw.get("post_processor"), tokens.ids),
         chat_template=_template(folder, settings),
-        chat_tokens=chat_tokens,
+        chat_tokens=tokens.named,
         nfc=normalizer is not None,
         ignore_merges=bool(model.get("ignore_merges")),
         name=folder.name,
     )
 
 
-def _refuse_unsupported(
-    model: dict[str, Any], normalizer: Any, added: list[dict[str, Any]]
-) -> None:
+def _refuse_unsupported(model: dict[str, Any], normalizer: Any) -> None:
     """Raise ValueError for each option that would change the ids and is not implemented."""
     # How words become tokens
     if model.get("type", "BPE") != "BPE":
@@ -187,14 +184,6 @@ def _refuse_unsupported(
             f"The tokenizer model's unk_token {brief(unknown)} stands for bytes that the "
             "vocabulary lacks, which is not implemented; train one with the whole byte alphabet."
         )
-    # How control tokens are found in a text
-    for token in added:
-        for option in ("lstrip", "rstrip", "single_word"):
-            if token.get(option):
-                raise ValueError(
-                    f"The option {option} of the added token {brief(token['content'])} is not "
-                    "implemented."
-                )
 
 
 def _template(folder: Path, settings: dict[str, Any]) -> Any:
@@ -204,13 +193,8 @@ def _template(folder: Path, settings: dict[str, Any]) -> Any:
         return read_text(path, MEGABYTE)
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named templates
-        return next((t["template"] for t in template if t["name"] == "default"), None)
+        return {part["name"]: part["template"] for part in template}
     return template
-
-
-def _token_text(value: Any) -> str:
-    """A token's text, from a string or from {"content": …}; "" for none."""
-    return (value.get("content") if isinstance(value, dict) else value) or ""
 
 
 def _pair(merge: str | list[str]) -> tuple[str, str]:
@@ -233,6 +217,7 @@ def _pattern(pre: dict[str, Any] | None) -> str:
             return _SMOLLM
         # Llama 3 and Qwen: any pattern whose matches are the words
         isolates = first.get("behavior") == "Isolated" and not first.get("invert")
+        isolates = isolates and "Regex" in first["pattern"]
         if kinds == ["Split", "ByteLevel"] and not cuts and isolates:
             return _checked_pattern(first["pattern"]["Regex"])
     raise ValueError(
@@ -274,7 +259,10 @@ def _checked_pattern(pattern: str) -> str:
 
 
 def _prefix(post: dict[str, Any] | None, special: dict[str, int]) -> list[int]:
-    """Ids that the post-processor puts before every text (Llama 3's <|begin_of_text|>)."""
+    """Ids that the post-processor puts before every text (Llama 3's <|begin_of_text|>).
+
+    add_bos_token in tokenizer_config.json is of no effect beside a tokenizer.json (transformers).
+    """
     steps = post["processors"] if post and post["type"] == "Sequence" else [post] if post else []
     ids = []
     for step in steps:
