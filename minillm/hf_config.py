@@ -13,6 +13,12 @@ from typing import Any
 from minillm.config import ModelConfig, check_size, is_positive
 from minillm.tools.checks import brief
 
+# What a missing key means, which differs by model_type: the defaults of transformers' configuration
+# classes. Other keys have one default for all four, or none.
+_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
+_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}  # Llama: as many as query heads
+_WINDOW = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096}  # Llama has no windows
+
 # Reading
 
 
@@ -24,7 +30,8 @@ def from_hf(raw: dict[str, Any], name: str = "custom") -> ModelConfig:
     naming what is not implemented.
     """
     kind = _model_type(raw)
-    _refuse_unsupported(raw, kind)
+    max_seq_len = _integer(raw, "max_position_embeddings", _POSITIONS[kind])
+    _refuse_unsupported(raw, kind, max_seq_len)
     n_heads, d_model = _integer(raw, "num_attention_heads"), _integer(raw, "hidden_size")
     d_head = _head_dim(raw, kind, n_heads, d_model)
     bias = _flag(raw, "attention_bias")
@@ -33,11 +40,11 @@ def from_hf(raw: dict[str, Any], name: str = "custom") -> ModelConfig:
         n_layers=_integer(raw, "num_hidden_layers"),
         d_model=d_model,
         n_heads=n_heads,
-        n_kv_heads=_integer(raw, "num_key_value_heads", n_heads),
+        n_kv_heads=_kv_heads(raw, kind, n_heads),
         d_head=d_head,
         d_ff=_integer(raw, "intermediate_size"),
         vocab_size=_integer(raw, "vocab_size"),
-        max_seq_len=_integer(raw, "max_position_embeddings", 2048),
+        max_seq_len=max_seq_len,
         name=name,
         norm_eps=raw.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
@@ -78,6 +85,14 @@ def _head_dim(raw: dict[str, Any], kind: str, n_heads: int, d_model: int) -> int
     return d_head
 
 
+def _kv_heads(raw: dict[str, Any], kind: str, n_heads: int) -> int:
+    """K: a missing key means the family's own number, null as many as there are query heads."""
+    missing = "num_key_value_heads" not in raw
+    return _integer(
+        raw, "num_key_value_heads", _KV_HEADS.get(kind, n_heads) if missing else n_heads
+    )
+
+
 def _integer(raw: dict[str, Any], key: str, default: int | None = None) -> int:
     value = raw.get(key)
     value = default if value is None else value
@@ -102,7 +117,8 @@ def _rope(raw: dict[str, Any], d_head: int) -> tuple[float, tuple[float, ...] | 
     if type(theta) not in (int, float) or not 1 < theta < 1e30:
         raise ValueError(f"rope_theta is {brief(theta)}; it must be a number above 1.")
     _refuse_partial_rotation(parameters)
-    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    rope_type = parameters.get("rope_type", parameters.get("type"))
+    rope_type = "default" if rope_type is None else rope_type
     if rope_type == "default":
         return float(theta), None
     if rope_type != "llama3":
@@ -121,14 +137,17 @@ def _rope(raw: dict[str, Any], d_head: int) -> tuple[float, tuple[float, ...] | 
 
 
 def _rope_parameters(raw: dict[str, Any]) -> dict[str, Any]:
-    """`rope_scaling` of transformers 4 and `rope_parameters` of 5 in one dictionary."""
-    merged: dict[str, Any] = {}
+    """`rope_scaling` of transformers 4, or `rope_parameters` of 5; the first if both are there."""
     for key in ("rope_scaling", "rope_parameters"):
         part = raw.get(key)
         if part is not None and not isinstance(part, dict):
             raise ValueError(f"config.json has {key} = {brief(part)}; it must be an object.")
-        merged |= part or {}
-    return merged
+        if any(isinstance(value, dict) for value in (part or {}).values()):
+            raise ValueError(
+                f"config.json has {key} = {brief(part)}; rotary positions that differ by layer are "
+                "not implemented."
+            )
+    return raw.get("rope_scaling") or raw.get("rope_parameters") or {}
 
 
 def llama3_rope_factors(
@@ -152,7 +171,7 @@ def llama3_rope_factors(
 # Refusals
 
 
-def _refuse_unsupported(raw: dict[str, Any], kind: str) -> None:
+def _refuse_unsupported(raw: dict[str, Any], kind: str, max_seq_len: int) -> None:
     """Raise ValueError for each switch that would change the mathematics and is not implemented."""
     _refuse_other_architectures(raw)
     _refuse_other_mlps(raw)
@@ -161,11 +180,18 @@ def _refuse_unsupported(raw: dict[str, Any], kind: str) -> None:
             "quantization_config is set; load the unquantized checkpoint, or a GGUF file."
         )
     _refuse_partial_rotation(raw)
-    _refuse_sliding_windows(raw, kind)
+    _refuse_sliding_windows(raw, kind, max_seq_len)
+    if raw.get("is_causal", True) is not True:
+        raise ValueError(
+            f"is_causal {brief(raw['is_causal'])} is not implemented; only models whose tokens "
+            "look at earlier ones can be run."
+        )
 
 
 def _refuse_other_architectures(raw: dict[str, Any]) -> None:
     architectures = raw.get("architectures") or []
+    if isinstance(architectures, str):
+        architectures = [architectures]
     if not isinstance(architectures, list) or any(
         not str(name).endswith("ForCausalLM") for name in architectures
     ):
@@ -177,7 +203,7 @@ def _refuse_other_architectures(raw: dict[str, Any]) -> None:
 
 def _refuse_other_mlps(raw: dict[str, Any]) -> None:
     activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
+    if activation not in ("silu", "swish"):  # two names of one function
         raise ValueError(
             f"hidden_act {brief(activation)} is not implemented; the feed-forward network uses "
             "silu."
@@ -190,21 +216,29 @@ def _refuse_other_mlps(raw: dict[str, Any]) -> None:
 
 
 def _refuse_partial_rotation(parameters: dict[str, Any]) -> None:
-    factor = parameters.get("partial_rotary_factor", 1.0)
-    if factor != 1.0:
+    factor = parameters.get("partial_rotary_factor")
+    if factor not in (None, 1.0):  # some files have null
         raise ValueError(
             f"partial_rotary_factor {brief(factor)} is not implemented; all of D must be rotated."
         )
 
 
-def _refuse_sliding_windows(raw: dict[str, Any], kind: str) -> None:
-    window = raw.get("sliding_window")
-    # Only Mistral turns its window on by naming it; Qwen has a switch, which is off by default.
-    windowed = window is not None and (kind == "mistral" or raw.get("use_sliding_window", False))
+def _refuse_sliding_windows(raw: dict[str, Any], kind: str, max_seq_len: int) -> None:
     layer_types = raw.get("layer_types") or []
     if not isinstance(layer_types, list):
         raise ValueError(f"config.json has layer_types = {brief(layer_types)}; it must be a list.")
-    if windowed or any(t != "full_attention" for t in layer_types):
+    if any(t != "full_attention" for t in layer_types):
         raise ValueError(
-            f"sliding_window {brief(window)} is not implemented; only full attention can be run."
+            f"layer_types {brief(layer_types)} is not implemented; only full attention can be run."
+        )
+    window = raw.get("sliding_window", _WINDOW.get(kind))
+    # Only Mistral turns its window on by naming it; Qwen has a switch, which is off by default.
+    if window is None or not (kind == "mistral" or raw.get("use_sliding_window")):
+        return
+    if type(window) is not int or window < max_seq_len:  # a longer one never hides a token
+        default = "" if "sliding_window" in raw else f", the default of {kind},"
+        raise ValueError(
+            f"sliding_window {brief(window)}{default} is not implemented: only full attention can "
+            "be run. If the model was trained without a window, set sliding_window to null in "
+            "config.json; else lower max_position_embeddings to the window."
         )

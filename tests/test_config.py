@@ -121,6 +121,86 @@ def test_old_configs_may_leave_out_what_has_a_default() -> None:
     assert not config.tie_embeddings and not config.qkv_bias
 
 
+# What config.json may leave out: as many layers and heads as the classes need
+LEAST = dict(hidden_size=64, intermediate_size=40, num_hidden_layers=1, vocab_size=97)
+
+
+@pytest.mark.parametrize(
+    ("cls", "changes"),
+    [
+        *((cls, {}) for cls in (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)),
+        # Null is another thing; Mistral's class does not take it.
+        *((cls, {"num_key_value_heads": None}) for cls in (LlamaConfig, Qwen2Config, Qwen3Config)),
+    ],
+)
+def test_missing_keys_mean_what_they_mean_to_transformers(
+    cls: type[PreTrainedConfig], changes: dict[str, object]
+) -> None:
+    sizes = LEAST | {"num_attention_heads": 32} | changes
+    theirs = cls(**sizes)
+    raw = {"model_type": cls.model_type} | sizes
+    if cls is MistralConfig:  # its default window is refused, see below
+        raw["sliding_window"] = None
+    ours = from_hf(raw)
+    assert ours.n_kv_heads == theirs.num_key_value_heads
+    assert ours.max_seq_len == theirs.max_position_embeddings
+    assert ours.d_head == getattr(theirs, "head_dim", 64 // 32)
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.tie_embeddings == theirs.tie_word_embeddings
+    assert ours.attn_out_bias == getattr(theirs, "attention_bias", False)
+
+
+def test_a_missing_window_is_the_default_one() -> None:
+    raw = {"model_type": "mistral", "num_attention_heads": 8} | LEAST
+    assert MistralConfig(**raw).sliding_window == 4096
+    for positions in ({}, {"max_position_embeddings": 4097}):
+        with pytest.raises(
+            ValueError, match="sliding_window 4096, the default of mistral, is not implemented"
+        ):
+            from_hf(raw | positions)
+    qwen = raw | {"model_type": "qwen3", "use_sliding_window": True}
+    assert Qwen3Config(**qwen).sliding_window == 4096
+    with pytest.raises(ValueError, match="sliding_window 4096, the default of qwen3, is not"):
+        from_hf(qwen)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
+def test_a_window_as_long_as_the_positions_hides_nothing(kind: str) -> None:
+    raw = {"model_type": kind, "num_attention_heads": 32, "use_sliding_window": True} | LEAST
+    assert from_hf(raw | {"max_position_embeddings": 4096}).max_seq_len == 4096
+    assert from_hf(raw | {"max_position_embeddings": 16, "sliding_window": 16}).max_seq_len == 16
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(architectures="LlamaForCausalLM"),
+        dict(architectures=None),
+        dict(hidden_act="swish"),
+        dict(partial_rotary_factor=None),
+        dict(rope_scaling={"rope_type": None}),
+        dict(rope_scaling={}),
+        dict(is_causal=True),
+        dict(sliding_window=16),  # Llama has none, whatever its config says
+    ],
+    ids=str,
+)
+def test_other_spellings_of_what_is_implemented(changes: dict[str, object]) -> None:
+    assert from_hf(raw_config(**changes)) == from_hf(raw_config())
+
+
+@pytest.mark.parametrize("scaling", [dict(LLAMA3), dict(LLAMA3, rope_theta=2e5)])
+def test_rope_scaling_counts_where_rope_parameters_are_there_too(
+    scaling: dict[str, object],
+) -> None:
+    both = dict(rope_scaling=scaling, rope_theta=5e5, **rope(1e4))
+    theirs = LlamaConfig(**SIZES, **both)
+    ours = from_hf({"model_type": "llama"} | SIZES | both)
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert (ours.rope_factors is None) == (theirs.rope_parameters["rope_type"] == "default")
+
+
 @pytest.mark.parametrize("key", ["rope_type", "type"])
 @pytest.mark.parametrize(
     ("theta", "d_head", "original"), [(5e5, 128, 8192), (1e4, 64, 64), (1e4, 8, 2000)]
@@ -198,7 +278,18 @@ def raw_config(cls: type[PreTrainedConfig] = LlamaConfig, **changes: object) -> 
             raw_config(architectures=["LlamaForSequenceClassification"]),
             "LlamaForSequenceClassification.* not implemented",
         ),
-        (raw_config(architectures="LlamaForCausalLM"), "architectures"),
+        (raw_config(architectures="LlamaModel"), "architectures .*LlamaModel.* not implemented"),
+        (raw_config(architectures=7), "architectures 7 is not implemented"),
+        (raw_config(is_causal=False), "is_causal False is not implemented"),
+        (raw_config(is_causal=None), "is_causal None is not implemented"),
+        (
+            raw_config(Qwen2Config, use_sliding_window=True, sliding_window="4096"),
+            "sliding_window '4096' is not implemented",
+        ),
+        (
+            raw_config(rope_scaling=None, rope_parameters={"full_attention": {"rope_theta": 1e6}}),
+            "rotary positions that differ by layer are not implemented",
+        ),
         (raw_config(num_attention_heads=5, head_dim=None), "hidden_size 24 is not a multiple"),
         (raw_config(num_attention_heads=0, head_dim=None), "hidden_size 24 is not a multiple"),
         (raw_config(num_attention_heads=0), "n_heads is 0"),
