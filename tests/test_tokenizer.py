@@ -329,7 +329,7 @@ def test_the_default_chat_template(pairs: dict[str, Any]) -> None:
     assert ours.decode(ours.chat(CHAT)) == system + text
     brief = ours.chat([{"role": "system", "content": "Be brief."}, *CHAT])
     assert ours.decode(brief) == "<|im_start|>system\nBe brief.<|im_end|>\n" + text
-    assert ours.stop_ids == (ours.special["<|im_end|>"],)
+    assert ours.stop_ids == (ours.special["<|endoftext|>"], ours.special["<|im_end|>"])
 
 
 @pytest.mark.parametrize(
@@ -758,6 +758,29 @@ def test_unused_gguf_tokens_are_never_produced() -> None:
     ours = tokenizer_from_gguf(fields)
     assert ours.n_vocab == 280
     assert ours.encode("[PAD1]") == tokenizer_from_gguf(gguf_fields()).encode("[PAD1]")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "stops"),
+    [
+        ("<|im_end|>", 3, True),
+        ("<|eot_id|>", 4, True),
+        ("<end_of_turn>", 1, True),  # a converter forgot to mark it
+        ("<|endoftext|>", 5, False),
+        ("</s>", 3, True),
+        ("</s>", 1, False),  # a tag of HTML
+        ("<|im_start|>", 3, False),
+    ],
+)
+def test_gguf_answers_end_with_a_token_known_by_its_text(text: str, kind: int, stops: bool) -> None:
+    fields = gguf_fields()
+    fields["tokenizer.ggml.tokens"] = [*fields["tokenizer.ggml.tokens"], text]
+    fields["tokenizer.ggml.token_type"] = [*fields["tokenizer.ggml.token_type"], kind]
+    del fields["tokenizer.ggml.eos_token_id"]
+    ours = tokenizer_from_gguf(fields)
+    # "<|end|>" of the vocabulary is such a text as well.
+    assert ours.stop_ids == ((1, 280) if stops else (1,))
+    assert (ours.encode(text) == [280]) is (stops or kind == 3)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,15 @@ _PATTERN_LENGTH, _PATTERN_REPEATS, _PATTERN_SECONDS = 2000, 1000, 1.0
 # Token types in GGUF files
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 
+# Converters have written wrong ids for the end of an answer, so llama.cpp knows it by its text as
+# well (llama-vocab.cpp, special_eog_ids), also where it's marked as an ordinary token. Without the
+# texts of families that are not implemented here. "</s>" is an HTML tag, too.
+_ENDS = frozenset({
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>",
+    "<|end_of_turn|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<eos>", "<｜end▁of▁sentence｜>",
+})  # fmt: skip
+
 
 def tokenizer_from_gguf(fields: dict[str, Any], name: str = "gguf") -> Tokenizer:
     """From the metadata of a GGUF file (`tokenizer.ggml.*` and `tokenizer.chat_template`).
@@ -65,6 +74,8 @@ def _from_gguf(fields: dict[str, Any], name: str) -> Tokenizer:
     tokens = list(ids)
     # Ids with a role
     stop = [get(f"{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    marked = {t for t, kind in types.items() if kind in (_CONTROL, _USER_DEFINED)}
+    ends = {t for t in _ENDS if types.get(t, _UNUSED) != _UNUSED} | marked & {"</s>"}
     bos = get("bos_token_id")
     if bos is not None and not 0 <= bos < len(tokens):
         raise ValueError(
@@ -75,9 +86,9 @@ def _from_gguf(fields: dict[str, Any], name: str) -> Tokenizer:
     return Tokenizer(
         {t: i for t, i in ids.items() if types[t] != _UNUSED},
         [_pair(merge) for merge in get("merges", [])],
-        special={t: i for t, i in ids.items() if types[t] in (_CONTROL, _USER_DEFINED)},
+        special={t: ids[t] for t in marked | ends},
         pattern=_GGUF_PATTERNS[pre],
-        stop_ids=[i for i in stop if i is not None],
+        stop_ids=[*(i for i in stop if i is not None), *(ids[t] for t in ends)],
         prefix_ids=[bos] if starts_with_bos else [],
         chat_template=fields.get("tokenizer.chat_template"),
         chat_tokens={
