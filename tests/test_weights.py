@@ -194,12 +194,65 @@ def test_a_stored_copy_of_a_tied_head_and_old_rotary_tables_are_ignored(tmp_path
         lambda t: (
             t
             | {
-                "lm_head.weight": torch.ones(1),
+                "lm_head.weight": t["model.embed_tokens.weight"].clone(),
                 "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3),
             }
         ),
     )
-    assert_same_logits(load(tmp_path, device="cpu")[0], theirs)
+    ours, _ = load(tmp_path, device="cpu")
+    assert ours.head.weight is ours.embed.weight
+    assert_same_logits(ours, theirs)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (257, 63)])
+def test_a_head_of_its_own_counts_though_the_config_says_tied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: tuple[int, int]
+) -> None:
+    """Also if only its first or last number differs, and if it is read in slices."""
+    monkeypatch.setattr("minillm.weights.safetensors_folder.SLICE_BYTES", 3000)
+    random_model(small(tie_word_embeddings=True)).save_pretrained(tmp_path)
+
+    def with_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        head = tensors["model.embed_tokens.weight"].clone()
+        head[place] += 5.0
+        return tensors | {"lm_head.weight": head}
+
+    edit_tensors(tmp_path, with_head)
+    ours, _ = load(tmp_path, device="cpu", dtype="float32")
+    assert not ours.config.tie_embeddings
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert_same_logits(ours, theirs)
+
+
+def test_a_head_of_another_shape_is_not_ignored(tmp_path: Path) -> None:
+    random_model(small(tie_word_embeddings=True)).save_pretrained(tmp_path)
+    edit_tensors(tmp_path, lambda t: t | {"lm_head.weight": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"lm_head\.weight has shape \(1,\), expected \(258, 64\)"):
+        load(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("rename", "words"),
+    [
+        (
+            lambda name: f"_orig_mod.{name}",
+            "lacks 12 tensors, .* and unexpectedly holds 12 tensors, among them '_orig_mod.*; they "
+            r"would fit without '_orig_mod\.', so rename them",
+        ),
+        (lambda name: f"base.model.{name}", r"would fit without 'base\.model\.', so rename"),
+        (
+            lambda name: name.removeprefix("model."),
+            r"they would fit with 'model\.' before them, so rename them",
+        ),
+        (lambda name: f"{name}.data", r"holds 12 tensors, among them 'lm_head\.weight\.data'\.$"),
+    ],
+)
+def test_names_that_differ_by_what_stands_before_them(
+    whole: Path, rename: Callable[[str], str], words: str
+) -> None:
+    edit_tensors(whole, lambda tensors: {rename(name): t for name, t in tensors.items()})
+    with pytest.raises(ValueError, match=words):
+        load(whole, device="cpu")
 
 
 # GGUF files

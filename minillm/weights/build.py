@@ -183,19 +183,21 @@ def _check_finite(checkpoint: Checkpoint, name: str, numbers: Tensor) -> None:
 
 def _check_tensors(checkpoint: Checkpoint, expected: Shapes) -> None:
     shapes, label = checkpoint.shapes, checkpoint.label
-    # Names. A tied head may be stored twice, and old checkpoints store the rotary frequencies.
+    # Names. A copy of a tied head may be stored, and old checkpoints store the rotary frequencies.
     ignored = {name for name in shapes if name.endswith("rotary_emb.inv_freq")}
     if checkpoint.config.tie_embeddings:
         ignored.add("lm_head.weight")
-    for problem, names in (
-        ("lacks", expected.keys() - shapes.keys()),
-        ("unexpectedly holds", shapes.keys() - expected.keys() - ignored),
-    ):
-        if names:
-            raise ValueError(
-                f"{label} does not fit its config: it {problem} {len(names)} tensors, among them "
-                f"{brief(min(names))}."
-            )
+    missing = expected.keys() - shapes.keys()
+    others = shapes.keys() - expected.keys() - ignored
+    said = [
+        f"{verb} {len(names)} tensors, among them {brief(min(names))}"
+        for verb, names in (("lacks", missing), ("unexpectedly holds", others))
+        if names
+    ]
+    if said:
+        raise ValueError(
+            f"{label} does not fit its config: it {' and '.join(said)}{_advice(missing, others)}."
+        )
     # Shapes
     for name, shape in expected.items():
         if shapes[name] != shape:
@@ -203,3 +205,16 @@ def _check_tensors(checkpoint: Checkpoint, expected: Shapes) -> None:
                 f"{label} does not fit its config: {name} has shape {brief(shapes[name])}, "
                 f"expected {shape}."
             )
+
+
+def _advice(missing: set[str], others: set[str]) -> str:
+    """How the names would fit, if only what stands before them is different."""
+    if not missing or not others:
+        return ""
+    name = min(missing)
+    longer = min((other for other in others if other.endswith(f".{name}")), default=None)
+    if longer is not None:  # as torch.compile and wrappers of several GPUs save it
+        return f"; they would fit without {brief(longer.removesuffix(name))}, so rename them"
+    if name.removeprefix("model.") in others:  # the body was saved without the head
+        return "; they would fit with 'model.' before them, so rename them"
+    return ""

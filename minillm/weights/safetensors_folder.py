@@ -6,9 +6,11 @@ Source: the safetensors format (README of huggingface/safetensors).
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from minillm.hf_config import from_hf
@@ -41,6 +43,20 @@ class SafetensorsFolder:
                     f"{path} is truncated or not a safetensors file ({brief(str(error), 300)}); "
                     "fetch it again."
                 ) from error
+
+        # Two different matrices cannot be one, whatever the config says; transformers agrees.
+        if self.config.tie_embeddings and not self._head_is_the_embedding():
+            self.config = replace(self.config, tie_embeddings=False)
+
+    def _head_is_the_embedding(self) -> bool:
+        """True if there is no head of its own, or only a copy of the embedding."""
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        if head not in self.shapes or embedding not in self.shapes:
+            return True  # a missing embedding is named later
+        if self.shapes[head] != self.shapes[embedding] or len(self.shapes[head]) != 2:
+            return False
+        pairs = zip(self.slices(head), self.slices(embedding), strict=True)
+        return all(torch.equal(one.float(), other.float()) for one, other in pairs)
 
     def _list_tensors(self, path: Path) -> None:
         """Note the name, shape and file of each tensor in `path`, without reading its numbers."""
