@@ -25,7 +25,7 @@ class _Made:
     """How each token comes out of the merges.
 
     at: token -> the place in the list of the merge that makes it, -1 for a single byte. parts: the
-    two tokens that it's made of last.
+    two tokens that it's made of last. ValueError for merges that cannot be followed.
     """
 
     def __init__(self, vocab: dict[str, int], merges: Sequence[Pair]):
@@ -35,13 +35,19 @@ class _Made:
         early = []
         for i, pair in enumerate(merges):
             left, right = pair
-            if left + right in self.at or self.place[pair] != i:
+            union = left + right
+            if union not in vocab or left not in vocab or right not in vocab:
+                raise ValueError(
+                    f"The merge {brief(left)} + {brief(right)} names a token that is not in the "
+                    "vocabulary."
+                )
+            if union in self.at or self.place[pair] != i:
                 continue
             if left not in self.at or right not in self.at:
                 early.append(pair)  # never applied, unless a later merge makes its parts
             elif self.meet(left, right):
-                self.at[left + right] = i
-                self.parts[left + right] = pair
+                self.at[union] = i
+                self.parts[union] = pair
         for left, right in early:
             known = left in self.at and right in self.at and left + right not in self.at
             if known and self.meet(left, right):
@@ -121,12 +127,6 @@ def mergeable(
     looked up before merging (ignore_merges). ValueError for merges whose order or tokens tiktoken
     cannot follow.
     """
-    for left, right in merges:
-        if left not in vocab or right not in vocab or left + right not in vocab:
-            raise ValueError(
-                f"The merge {brief(left)} + {brief(right)} names a token that is not in the "
-                "vocabulary."
-            )
     if not merges and len(vocab) > 256 + len(special):
         raise ValueError(
             f"{len(vocab)} tokens but only 0 merges: this is not a byte-level BPE vocabulary."
