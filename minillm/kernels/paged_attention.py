@@ -78,8 +78,8 @@ def load_rows(
     """Rows of pages, dequantized: (BLOCK_S, BLOCK_D) in dtype; rows that don't exist are 0.
 
     8 bits: x = scale · q. 4 bits: x = scale · q + minimum, and byte j of a row holds number 2j in
-    its low half and number 2j + 1 in its high half. Columns beyond D then hold the minimum: q is 0
-    there, and the output is not stored there.
+    its low half and number 2j + 1 in its high half. Columns beyond D then hold the minimum, which
+    does no harm: the query is 0 there, and the output is not stored there.
     """
     present = exist[:, None] & (columns < D)[None, :]
     if BITS == 16:
