@@ -121,6 +121,13 @@ def test_numbers_too_large_for_the_dtype(tmp_path):
         load(path, device="cpu", dtype="float16")
 
 
+def test_rows_that_no_group_divides(tmp_path):
+    """16 and 24 numbers: the smallest group has 32."""
+    path = folder(tmp_path / "m")
+    with pytest.raises(ValueError, match=r"has 16 columns, .* do not divide; take int8\."):
+        load(path, device="cpu", dtype="int4")
+
+
 # What is not a file, and sizes
 
 

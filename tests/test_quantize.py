@@ -357,7 +357,7 @@ def test_models_with_calibration(scheme):
         ("int4", {"group_size": 32.0}, "group_size is 32.0; choose one of"),
         ("int4", {"symmetric": "no"}, "symmetric is 'no'; choose True or False"),
         ("int4", {"group_size": 33}, "group_size is 33; choose one of 32, 64 and 128"),
-        ("int4", {"group_size": 64}, "has 96 columns, which groups of 64 do not divide"),
+        ("int4", {"group_size": 64}, "groups of 64 do not divide; take group_size 32"),
     ],
 )
 def test_refusals(scheme, options, message):

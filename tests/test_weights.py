@@ -1055,8 +1055,10 @@ def test_forged_folders(
         ({"device": "vulkan"}, "device 'vulkan' is not known or not usable here"),
         (
             {"dtype": "float64"},
-            "dtype 'float64' is not possible; choose one of auto, float32, float16, bfloat16",
+            "dtype 'float64' is not possible; choose one of auto, float32, float16, bfloat16, "
+            "int8, int4",
         ),
+        ({"dtype": "int3"}, "dtype 'int3' is not possible; .*bfloat16, int8, int4"),
         ({"dtype": torch.int8}, "dtype torch.int8 is not possible"),
         ({"dtype": None}, "dtype None is not possible"),
     ],

@@ -154,10 +154,12 @@ def _checked(scheme: str, options: dict[str, Any]) -> Options:
 
 def check_groups(name: str, weight: Tensor, group_size: int) -> None:
     """ValueError unless `in` of a matrix (out, in) is a multiple of group_size."""
-    if weight.shape[1] % group_size:
+    n_columns = weight.shape[1]
+    if n_columns % group_size:
+        smaller = [str(size) for size in GROUP_SIZES if n_columns % size == 0]
+        advice = f"take group_size {' or '.join(smaller)}" if smaller else "take int8"
         raise ValueError(
-            f"{name} has {weight.shape[1]} columns, which groups of {group_size} do not divide; "
-            "choose a smaller group_size."
+            f"{name} has {n_columns} columns, which groups of {group_size} do not divide; {advice}."
         )
 
 

@@ -8,11 +8,12 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float
 
 
 def device_and_dtype(
-    device: str | torch.device, dtype: str | torch.dtype
+    device: str | torch.device, dtype: str | torch.dtype, *, beside: tuple[str, ...] = ()
 ) -> tuple[torch.device, torch.dtype]:
     """Both with "auto" resolved; ValueError in one sentence for what this machine does not have.
 
     "auto" is CUDA if available, else the CPU; bfloat16 on CUDA, else float32.
+    beside: what else the caller takes for a dtype, for the message.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,7 +36,6 @@ def device_and_dtype(
         dtype = torch.bfloat16 if chosen.type == "cuda" else torch.float32
     dtype = _DTYPES.get(str(dtype).removeprefix("torch."), dtype)
     if dtype not in _DTYPES.values():
-        raise ValueError(
-            f"dtype {brief(dtype)} is not possible; choose one of auto, {', '.join(_DTYPES)}."
-        )
+        possible = ", ".join(("auto", *_DTYPES, *beside))
+        raise ValueError(f"dtype {brief(dtype)} is not possible; choose one of {possible}.")
     return chosen, dtype

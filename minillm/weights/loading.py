@@ -19,6 +19,7 @@ from minillm.weights.gguf_checkpoint import GGUFCheckpoint
 from minillm.weights.safetensors_folder import SafetensorsFolder
 from minillm.weights.tokenizer_files import tokenizer_from_folder, tokenizer_from_gguf
 
+_SCHEMES = ("int8", "int4")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -37,8 +38,9 @@ def load(
     FileNotFoundError or ValueError in one sentence.
     """
     # What quantized matrices leave in floating point is bfloat16.
-    scheme = dtype if dtype in ("int8", "int4") else None
-    device, dtype = device_and_dtype(device, "bfloat16" if scheme else dtype)
+    scheme = dtype if dtype in _SCHEMES else None
+    plain = "bfloat16" if scheme else dtype
+    device, dtype = device_and_dtype(device, plain, beside=_SCHEMES)
     with opened(source) as (checkpoint, tokenizer):
         return build(checkpoint, device, dtype, scheme), tokenizer
 
