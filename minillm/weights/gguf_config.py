@@ -52,7 +52,10 @@ def config_from_gguf(path: Path, fields: dict[str, Any], names: set[str]) -> Mod
         config = from_hf(_as_hf_config(path, fields, names, arch), name=path.stem)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    for key, what in (("rope.dimension_count", "rotates"), ("attention.value_length", "adds up")):
+    for key, what in (
+        ("rope.dimension_count", "rotates"),
+        ("attention.value_length", "keeps values for"),
+    ):
         value = fields.get(f"{arch}.{key}", config.d_head)
         if value != config.d_head:
             raise ValueError(
