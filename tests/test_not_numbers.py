@@ -81,7 +81,7 @@ def test_medusa_heads_say_it_too():
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("drafter", [None, NgramDrafter()], ids=str)
+@pytest.mark.parametrize("drafter", [None, NgramDrafter()], ids=["plain", "n-grams"])
 def test_the_engine_ends_the_request(model, drafter: Drafter | None, sampling):
     """The one that has the trouble; the engine goes on."""
     engine = Engine(model, EngineConfig(n_blocks=20, drafter=drafter))
