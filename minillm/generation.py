@@ -57,9 +57,8 @@ def generate(
     Returns the new ones, a stop token included as the last. sampling: None is greedy. on_token:
     called with each id as soon as it is known. use_cache=False recomputes everything for every
     token: the same ids, slower. cache: one of the caller's, with room for prompt and answer.
-    backend: see `minillm.attention`. step: another way to the logits, such as
-    `minillm.serving.cuda_graphs.graphed_step` on a GPU.
-    Raises ValueError for an empty or too long prompt, and for ids outside the vocabulary.
+    backend: see `minillm.attention`. step: another way to the logits, such as `graphed_step` of
+    `minillm.serving.cuda_graphs`. ValueError for an empty or too long prompt, and for unknown ids.
     """
     ids, stop = check_request(model.config, prompt_ids, max_new_tokens, stop_ids)
     check_sampling(sampling)
