@@ -204,6 +204,15 @@ class Decoder(nn.Module):
         at = slice(positions.start, positions.stop) if isinstance(positions, range) else positions
         return tables[0][at], tables[1][at]
 
+    def embedded(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """What enters the first layer: x (B, T, C), and cos and sin (T, 1, D) of the positions.
+
+        Raises what `hidden` does.
+        """
+        self._check_ids(tokens)
+        positions = self._checked_positions(tokens, cache)
+        return self.embed(tokens), self._rope(positions)
+
     def hidden(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Token ids (B, T) to the last layer's normalized states (B, T, C).
 
@@ -211,11 +220,9 @@ class Decoder(nn.Module):
         a cache made for another model, for positions past the model's `max_seq_len`, and on a CPU
         for ids outside the vocabulary.
         """
-        self._check_ids(tokens)
         cache = NoCache() if cache is None else cache
-        positions = self._checked_positions(tokens, cache)
-        x = self.embed(tokens)  # (B, T, C)
-        x = self.layers(x, self._rope(positions), cache, self.fast)  # (B, T, C)
+        x, rope = self.embedded(tokens, cache)  # (B, T, C)
+        x = self.layers(x, rope, cache, self.fast)  # (B, T, C)
         cache.advance(tokens.shape[1])
         return rms_norm(x, self.norm, self.config.norm_eps)
 

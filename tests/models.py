@@ -1,11 +1,12 @@
 """Models of the tests: small enough to run in milliseconds."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from minillm import Decoder, ModelConfig
 from minillm.quantization.calibration import Inputs
@@ -71,3 +72,13 @@ def inputs_of(x: Tensor) -> Inputs:
     for part in x.split(100):
         inputs.add(part[None])
     return inputs
+
+
+@torch.inference_mode()
+def entering(part: nn.Module, run: Callable[[], object]) -> list[Tensor]:
+    """What `part` is given as its first argument while `run` runs."""
+    seen: list[Tensor] = []
+    hook = part.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    run()
+    hook.remove()
+    return seen

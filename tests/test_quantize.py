@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import inputs_of, lively, tiny_config
+from models import entering, inputs_of, lively, tiny_config
 from torch import Tensor
 
 from minillm import Decoder, Engine, EngineConfig, costs, generate, prepack, quantize, sparsify
+from minillm.cache import NoCache
 from minillm.evaluate import difference
 from minillm.layers.per_token import rms_norm
 from minillm.model import Linear
@@ -321,7 +322,8 @@ def test_models_with_calibration(scheme):
     """The matrices are those that the scheme makes, and computed with as they are stored."""
     model = lively(size=0.05, **SIZES)
     batches = [torch.randint(0, 97, (4, 40), generator=torch.Generator().manual_seed(0))]
-    small = quantize(model, scheme, calibration=batches[0], group_size=32)
+    one_pass = {"sequential": False} if scheme == "gptq" else {}
+    small = quantize(model, scheme, calibration=batches[0], group_size=32, **one_pass)
     inputs = collect(model, batches)["layers.1.down"]
     w, layer = model.layers[1].down.weight, small.layers[1].down
     matrix, columns = (
@@ -338,6 +340,27 @@ def test_models_with_calibration(scheme):
     assert kl[scheme] < kl["int4"]
 
 
+def test_gptq_knows_the_errors_of_the_layers_before(capfd):
+    """Each layer on the stream of the quantized ones before it, by hand; the model is untouched."""
+    model = lively(size=0.05, n_layers=3, **SIZES)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    batches = [torch.randint(0, 97, (2, n), generator=torch.Generator().manual_seed(n))
+               for n in (40, 25)]  # fmt: skip
+    small = quantize(model, "gptq", bits=2, calibration=iter(batches), progress=True)
+    assert "3/3" in capfd.readouterr().err
+    for i, layer in enumerate(model.layers):
+        streams = entering(small.layers[i], lambda: [small.hidden(batch) for batch in batches])
+        ropes = [model._rope(range(batch.shape[1])) for batch in batches]
+        inputs = entering(layer.down, lambda layer=layer, ropes=ropes, streams=streams: [
+            layer(x.float(), 0, rope, NoCache()) for x, rope in zip(streams, ropes, strict=True)
+        ])  # fmt: skip
+        x = torch.cat([x.flatten(0, 1) for x in inputs])
+        expected = gptq(layer.down.weight, x.T @ x / len(x), 32, bits=2).dequantized()
+        same = (small.layers[i].down.dequantized() - expected).abs() < 1e-2 * expected.abs().max()
+        assert same.float().mean() > 0.99  # a number in the middle of two steps may go either way
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
 # What is refused
 
 
@@ -351,6 +374,13 @@ def test_models_with_calibration(scheme):
         ("gptq", {}, "Scheme gptq needs calibration: batches of token ids"),
         ("awq", {"calibration": []}, "calibration is empty; give at least one batch"),
         ("gptq", {"calibration": [[1, 2]]}, "calibration holds .*give batches of token ids"),
+        (
+            "gptq",
+            {"calibration": torch.ones(2, 9).long(), "sequential": 1},
+            "sequential is 1; choose",
+        ),
+        ("awq", {"sequential": True}, "Scheme awq has no option sequential; it has group_size"),
+        ("gptq", {"calibration": torch.full((1, 9), 97)}, "holds the id 97; ids must be from 0"),
         ("gptq", {"calibration": 5}, "calibration is 5; give batches of token ids"),
         ("awq", {"calibration": torch.zeros(0, 4, dtype=torch.int64)}, "calibration holds"),
         (["int8"], {}, "scheme is .*; choose one of int8"),

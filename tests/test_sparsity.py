@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import lively
+from models import entering, lively
 from torch import Tensor
 
 from minillm import Engine, EngineConfig, generate, prepack, quantize
@@ -153,7 +153,8 @@ def test_least_squares_are_never_worse(N, K, n, seed):
 
 def test_wanda_weighs_columns_and_least_squares_make_up():
     inputs = collect(model := with_large_columns(), IDS)
-    sparse = {method: sparsify(model, **options) for method, options in METHODS.items()}
+    sparse = {method: sparsify(model, sequential=False, **options)
+              for method, options in METHODS.items()}  # fmt: skip
     for name, linear in matrices(model).items():
         magnitude, wanda, solved = (
             output_error(s.get_submodule(name).dense() - linear.weight, inputs[name].moments)
@@ -167,6 +168,20 @@ def test_wanda_weighs_columns_and_least_squares_make_up():
     scores["wanda"] = scores["magnitude"] * torch.linalg.vector_norm(x, dim=0)
     for method, score in scores.items():
         assert torch.equal(sparse[method].layers[0].qkv.dense() != 0, mask_2_4(score))
+
+
+def test_each_layer_is_calibrated_on_the_pruned_ones_before_it(capfd):
+    """Layer 1 on what layer 0, pruned, feeds it, by hand; and not so in one pass."""
+    model = with_large_columns()
+    sparse = sparsify(model, method="wanda", calibration=IDS, progress=True)
+    assert "layers: 100%" in capfd.readouterr().err
+    for options, first in (({}, sparse), ({"sequential": False}, model)):
+        (stream,) = entering(first.layers[1], lambda first=first: first.hidden(IDS))
+        x = rms_norm(stream, model.layers[1].attn_norm, model.config.norm_eps).flatten(0, 1)
+        weight = model.layers[1].qkv.weight
+        expected = mask_2_4(weight.abs() * torch.linalg.vector_norm(x, dim=0))
+        found = sparsify(model, method="wanda", calibration=IDS, **options).layers[1].qkv.dense()
+        assert torch.equal(found != 0, expected)
 
 
 @pytest.mark.parametrize("values", [None, "int8"])

@@ -4,12 +4,13 @@ import itertools
 import math
 import random
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 from models import lively, lively_heads
 
-from minillm import Sampling, generate, quantize, speculative_generate
+from minillm import KVCache, QuantizedKVCache, Sampling, generate, quantize, speculative_generate
 from minillm.sampling import probabilities
 from minillm.speculation.drafters import Draft, Drafter, ModelDrafter, NgramDrafter
 from minillm.speculation.medusa import MedusaDrafter
@@ -74,6 +75,21 @@ def test_all_rejected_and_all_accepted(right, k):
         assert result.accepted == 0 and result.target_calls == 20
     if right == 100:
         assert result.accepted == result.drafted == 20 - result.target_calls
+
+
+@pytest.mark.parametrize("right", [0, 2, 100])
+@pytest.mark.parametrize(
+    "make", [KVCache, QuantizedKVCache, partial(QuantizedKVCache, keys="channel")]
+)
+def test_a_cache_of_the_callers(make, right):
+    """Rejected guesses leave nothing behind in it, across the groups of keys per channel."""
+    model = lively(max_seq_len=256)
+    expected = generate(model, PROMPT, 120, cache=make(model, 1, 200))
+    cache = make(model, 1, 200)
+    drafter = Fixed(expected, len(PROMPT), right=right)
+    result = speculative_generate(model, drafter, PROMPT, 120, k=4, cache=cache)
+    assert result.tokens == expected
+    assert cache.length == len(PROMPT) + 119
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 7])

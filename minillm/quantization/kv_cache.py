@@ -12,8 +12,9 @@ saves: there the gain is room, not time.
 Which numbers share a scale? The D numbers of one token and head, or one channel of a head over 32
 tokens. Keys have channels that are large in all tokens (rotary pairs that turn slowly): per token
 they dominate the scale, so other channels lose resolution. Values have none. So KIVI quantizes keys
-per channel and values per token. A group of keys can be rounded only once its 32 tokens are there;
-until then the newest keys stay in the model's dtype.
+per channel and values per token. A group of keys can be rounded only once its 32 tokens are there
+and are sure to stay; until then the newest keys are in the model's dtype.
+KIVI also cuts a token's values into groups of 32 channels; here one scale covers all D of a head.
 
     QuantizedStorage    both per token: for any index, so also for the pages of `minillm.paged`
     ChannelKeyStorage   keys per channel: for contiguous sequences
@@ -36,7 +37,7 @@ from minillm.tools.checks import brief
 KV_DTYPES = {"int8": 8, "int4": 4}
 GROUP = 32
 """Tokens whose keys share a scale in each channel, as in KIVI. KIVI keeps the newest 128 keys and
-values in 16 bits; here only the keys of an unfinished group are kept."""
+values in 16 bits; here only keys, the newest 32 to 63."""
 
 
 class QuantizedStorage(KVStorage):
@@ -102,9 +103,13 @@ class QuantizedStorage(KVStorage):
 
 
 class ChannelKeyStorage(QuantizedStorage):
-    """Values per token; keys per channel over groups of 32 tokens, the last group not rounded.
+    """Values per token; keys per channel over groups of 32 tokens, the newest groups not rounded.
 
-    For a contiguous cache: the index in `write` and `read` is (all sequences, a slice of slots).
+    For a contiguous cache: the index in `write` and `read` is (all sequences, a slice of slots),
+    and `read` follows `write`. A group is rounded when 32 newer tokens are there, so rewinding by
+    up to 32 tokens meets only keys as they were given. Farther back, what is left of a group keeps
+    its rounding error and is rounded once more, with its new neighbours.
+    A pass reads its own keys as they are: no token's scale depends on later ones.
     """
 
     def __init__(self, model: Decoder, shape: tuple[int, int], *, bits: int = 8):
@@ -116,33 +121,36 @@ class ChannelKeyStorage(QuantizedStorage):
             L, batch, n_groups, n_scales, K, D, dtype=torch.float16, device=model.device
         )
         self._set_scales(scales, self.v_scales)
-        self.newest = torch.zeros(L, batch, GROUP, K, D, dtype=model.dtype, device=model.device)
+        # A whole group, and the beginning of the next.
+        self.newest = torch.zeros(L, batch, 2 * GROUP, K, D, dtype=model.dtype, device=model.device)
         self.stored.append(self.newest)
         self._first = [0] * L  # per layer: the slot of the first key in `newest`
+        self._given: tuple[int, Tensor] | None = None  # between `write` and `read`
 
     def write(self, layer: int, at: Any, k: Tensor, v: Tensor) -> None:
         keys, values, scales, v_scales = self.layers[layer]
         values[at], v_scales[at] = self._stored(v)
-        start, newest = at[1].start, self.newest[layer]
-        first = start - start % GROUP  # where the group of the first new token begins
-        if first != self._first[layer]:  # rewound into a group that was rounded: take it up again
+        start, first, newest = at[1].start, self._first[layer], self.newest[layer]
+        if start < first:  # rewound into a group that was rounded: take it up again
+            first = start - start % GROUP
             newest[:, : start - first] = self._keys(layer, start)[:, first:]
-        pending = torch.cat((newest[:, : start - first], k), 1)  # (B, tokens from `first` on, K, D)
-        n_full = pending.shape[1] // GROUP
-        end = first + n_full * GROUP
-        if n_full:
-            groups = pending[:, : n_full * GROUP].unflatten(1, (n_full, GROUP))
-            q, found = rounded(groups, self.bits, 2)  # (B, n_full, GROUP, K, D); scales with 1
+        given = torch.cat((newest[:, : start - first], k), 1)  # (B, tokens from `first` on, K, D)
+        self._given = first, given  # what this pass reads
+        n_final = max(0, given.shape[1] // GROUP - 1)  # groups with a whole group behind them
+        end = first + n_final * GROUP
+        if n_final:
+            groups = given[:, : n_final * GROUP].unflatten(1, (n_final, GROUP))
+            q, found = rounded(groups, self.bits, 2)  # (B, n_final, GROUP, K, D); scales with 1
             keys[:, first:end] = self._packed(q.flatten(1, 2))
             scales[:, first // GROUP : end // GROUP] = torch.cat(found, 2)
-        newest[:, : pending.shape[1] - n_full * GROUP] = pending[:, n_full * GROUP :]
+        newest[:, : given.shape[1] - n_final * GROUP] = given[:, n_final * GROUP :]
         self._first[layer] = end
 
     def read(self, layer: int, at: Any) -> tuple[Tensor, Tensor]:
         _, values, _, v_scales = self.layers[layer]
-        first, end = self._first[layer], at[1].stop
-        newest = self.newest[layer][:, : end - first]
-        keys = torch.cat((self._keys(layer, first), newest), 1)
+        first, in_full = self._given or (self._first[layer], self.newest[layer])
+        self._given = None
+        keys = torch.cat((self._keys(layer, first), in_full[:, : at[1].stop - first]), 1)
         return keys, self._loaded(values[at], v_scales[at])
 
     def _keys(self, layer: int, end: int) -> Tensor:

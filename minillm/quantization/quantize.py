@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from minillm.model import Decoder, Linear, check_plain, replace_linears
 from minillm.quantization import grid
 from minillm.quantization.awq import awq
-from minillm.quantization.calibration import Inputs, collect
+from minillm.quantization.calibration import Inputs, collect, layer_by_layer
 from minillm.quantization.gptq import gptq
 from minillm.quantization.grid import GROUP_SIZES, QuantizedMatrix
 from minillm.quantization.linear import (
@@ -44,7 +44,8 @@ from minillm.tools.checks import brief
 
 _GROUPED = ("group_size", "symmetric", "bits")
 SCHEMES = {
-    "int8": (), "fp8": (), "int4": _GROUPED, "gptq": (*_GROUPED, "calibration"),
+    "int8": (), "fp8": (), "int4": _GROUPED,
+    "gptq": (*_GROUPED, "calibration", "sequential", "progress"),
     "awq": (*_GROUPED, "calibration"), "w8a8": ("per",), "llm_int8": ("threshold", "calibration"),
     "smoothquant": ("alpha", "per", "calibration"),
 }  # fmt: skip
@@ -63,6 +64,8 @@ class Options:
     threshold: float = THRESHOLD
     alpha: float = 0.5
     calibration: Tensor | Iterable[Tensor] | None = None
+    sequential: bool = True
+    progress: bool = False
 
 
 def quantize(model: Decoder, scheme: str, **options: Any) -> Decoder:
@@ -78,18 +81,40 @@ def quantize(model: Decoder, scheme: str, **options: Any) -> Decoder:
     gptq, awq and smoothquant need calibration: a batch of token ids, a tensor (B, T), or several.
     It is optional for llm_int8: the outlier columns are then known beforehand, and their weights
     stored in bfloat16.
+    gptq: sequential, whether each layer is calibrated on what the quantized layers before it give,
+    as in the paper. False leaves that out: every layer sees the inputs of the original model, in
+    half the time, and does not know the errors that reach it. progress, whether to show a bar.
     Raises ValueError for an unknown scheme or option, a group size that does not divide a matrix's
     columns, missing calibration, numbers that are not finite, matrices that are not plain `Linear`,
     and, for 4 bits on a CPU, rows that are not a multiple of 16.
     """
     given = _checked(scheme, options)
     check_plain(model, "quantize")
+    if scheme == "gptq":
+        return _layer_by_layer(model, given)
     inputs: dict[str, Inputs] = {}
     if given.calibration is not None:
-        inputs = collect(model, given.calibration, moments=scheme in ("gptq", "awq"))
+        inputs = collect(model, given.calibration, moments=scheme == "awq")
     return with_modules(
         model, lambda name, linear: _module(scheme, given, name, linear, inputs.get(name))
     )
+
+
+def _layer_by_layer(model: Decoder, given: Options) -> Decoder:
+    def module(name: str, linear: Linear, inputs: Inputs | None) -> QuantizedLinear:
+        return _module("gptq", given, name, linear, inputs)
+
+    for name, linear in model.layers.named_modules(prefix="layers"):
+        if isinstance(linear, Linear):
+            check_groups(name, linear.weight, given.group_size)  # before hours of calibration
+    small = with_modules(
+        model, lambda name, linear: module(name, linear, None) if name == "head" else linear
+    )
+    layer_by_layer(
+        model, small, given.calibration, module,
+        sequential=given.sequential, progress=given.progress,
+    )  # fmt: skip
+    return small
 
 
 def _module(
@@ -134,8 +159,9 @@ def _checked(scheme: str, options: dict[str, Any]) -> Options:
         raise ValueError(f"group_size is {brief(given.group_size)}; choose one of 32, 64 and 128.")
     if type(given.bits) is not int or given.bits not in (2, 3, 4):
         raise ValueError(f"bits is {brief(given.bits)}; choose 2, 3 or 4.")
-    if type(given.symmetric) is not bool:
-        raise ValueError(f"symmetric is {brief(given.symmetric)}; choose True or False.")
+    for name in ("symmetric", "sequential", "progress"):
+        if type(getattr(given, name)) is not bool:
+            raise ValueError(f"{name} is {brief(getattr(given, name))}; choose True or False.")
     if given.per not in PER:
         raise ValueError(f"per is {brief(given.per)}; choose {' or '.join(PER)}.")
     for name, value, least, most in (
@@ -179,12 +205,17 @@ def weights_only(matrix: QuantizedMatrix, bias: Tensor | None) -> QuantizedLinea
     return (Int8Linear if matrix.zero is None else Int4Linear)(matrix, bias)
 
 
-def with_modules(model: Decoder, module: Callable[[str, Linear], QuantizedLinear]) -> Decoder:
-    """A new model: `module(name, linear)` replaces every Linear, the rest is in bfloat16."""
+def with_modules(model: Decoder, module: Callable[[str, Linear], nn.Module]) -> Decoder:
+    """A new model: `module(name, linear)` replaces every Linear, the rest is in bfloat16.
+
+    A Linear that is returned itself stays as it is.
+    """
     quantized = replace_linears(model, module)
     if model.config.tie_embeddings:
         quantized.embed = Int8Embedding(quantized.head)
     for part in quantized.modules():
+        if type(part) is Linear:
+            continue
         for name, p in list(part.named_parameters(recurse=False)):
             # A new Parameter even in bfloat16: the original's may require gradients.
             setattr(part, name, nn.Parameter(p.detach().bfloat16(), requires_grad=False))

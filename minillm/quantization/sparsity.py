@@ -14,8 +14,7 @@ It is the only sparse pattern that GPUs have an instruction for. CPUs have none:
 first makes the matrix dense, which saves memory but not time.
 The head stays dense: no later layer can correct its errors, its rows compete with each other, and
 an embedding tied to it looks up the same rows.
-Not here: calibrating each layer on the outputs of the pruned layers before it, as Wanda does (here
-all layers see the inputs of the dense model); training afterwards; kernels of our own.
+Not here: training afterwards; kernels of our own.
 """
 
 from collections.abc import Iterable
@@ -27,7 +26,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from minillm.model import Decoder, Linear, check_plain, replace_linears
-from minillm.quantization.calibration import Inputs, collect
+from minillm.quantization.calibration import Inputs, layer_by_layer
 from minillm.quantization.gptq import damped
 from minillm.quantization.grid import to_int8
 from minillm.quantization.linear import CompactLinear
@@ -184,13 +183,17 @@ def sparsify(
     calibration: Tensor | Iterable[Tensor] | None = None,
     recover: bool = False,
     values: str | None = None,
+    sequential: bool = True,
+    progress: bool = False,
 ) -> Decoder:
     """A new model whose layers store half of each matrix; `model` is untouched.
 
     method: "magnitude" or "wanda". calibration: a batch of token ids, a tensor (B, T), or several;
     wanda and recover need it. recover: update the kept weights by least squares. values: "int8"
     stores them in 8 bits with a scale per row; otherwise they keep the model's dtype. Everything
-    else is shared with `model`.
+    else is shared with `model`. sequential: each layer is calibrated on what the pruned layers
+    before it give, as Wanda does; False leaves that out, in half the time: all layers see the
+    inputs of the dense model. progress: show a bar while calibrating.
     Raises ValueError for an unknown method or kind of values, missing calibration, columns that are
     not a multiple of 8, numbers that are not finite, and matrices that are already sparse,
     quantized or replaced.
@@ -199,14 +202,15 @@ def sparsify(
     _check_options(method, values, recover, needs_inputs and calibration is None)
     check_plain(model, "sparsify")
     _check_columns(model)
-    inputs = collect(model, calibration) if needs_inputs else {}
 
-    def replacement(name: str, linear: Linear) -> nn.Module:
-        if name == "head":
-            return linear
-        return _pruned(linear, method, inputs.get(name), recover, values)
+    def replacement(name: str, linear: Linear, inputs: Inputs | None = None) -> nn.Module:
+        return linear if name == "head" else _pruned(linear, method, inputs, recover, values)
 
-    return replace_linears(model, replacement)
+    if not needs_inputs:
+        return replace_linears(model, replacement)
+    small = replace_linears(model, lambda name, linear: linear)
+    layer_by_layer(model, small, calibration, replacement, sequential=sequential, progress=progress)
+    return small
 
 
 def _check_options(method: str, values: str | None, recover: bool, lacks_calibration: bool) -> None:

@@ -58,13 +58,15 @@ def speculative_generate(
     sampling: Sampling | None = None,
     stop_ids: Iterable[int] = (),
     on_token: Callable[[int], None] | None = None,
+    cache: KVCache | None = None,
 ) -> SpeculativeResult:
     """Continue a prompt as `generate` would, verifying k draft tokens of `drafter` at a time.
 
     Greedy tokens are those of `generate`, up to rounding: a pass over several tokens may sum in
     another order. Sampled ones have the same distribution, though not the same draws. A stop token
-    is the last. on_token: called with each token as soon as it is certain. Raises ValueError or
-    TypeError for what `generate` refuses, k below 1, and a drafter that does not fit the target.
+    is the last. on_token: called with each token as soon as it is certain. cache: one of the
+    caller's for the target, with room for prompt and answer. Raises ValueError or TypeError for
+    what `generate` refuses, k below 1, and a drafter that does not fit the target.
     """
     ids, stop = check_request(target.config, prompt_ids, max_new_tokens, stop_ids)
     check_sampling(sampling)
@@ -72,7 +74,8 @@ def speculative_generate(
     check_drafter(drafter)
     longest = len(ids) + max_new_tokens
     session = drafter.start(target, longest, sampling)
-    cache = KVCache(target, 1, longest) if max_new_tokens else None
+    if cache is None and max_new_tokens:
+        cache = KVCache(target, 1, longest)
     stream = random.Random(None if sampling is None else sampling.seed)
 
     new: list[int] = []
