@@ -3,7 +3,7 @@
 # make check    lint and the fast tests, in under a minute: for every edit
 # make test     everything: lint, all tests, every lesson through nbval (figures go to build/ then)
 # make lab      JupyterLab on the lessons
-# make bench    run the benchmarks and rewrite the README's tables
+# make bench    run the benchmarks and rewrite the tables of README.md and figures/RESULTS.md
 # make gpu      the first ten minutes on a GPU: every kernel against its bound, results as JSON
 # make student  the learners' version of the lessons, with holes, in build/student/
 # make course   a folder for nbgrader: an assignment a lesson, in build/course/ (COURSE=FOLDER)
@@ -99,7 +99,7 @@ student: course
 handout: course
 	@[ ! -e "$(HANDOUT)" ] || { echo "$(HANDOUT) is there already; move it away, or name another folder: make handout HANDOUT=FOLDER"; exit 1; }
 	mkdir -p build
-	tar --exclude=__pycache__ -cf build/handout.tar minillm figures/data figures/*.gif \
+	tar --exclude=__pycache__ -cf build/handout.tar minillm figures/data figures/RESULTS.md figures/*.gif \
 	  pyproject.toml constraints.txt environment.yml Makefile README.md LICENSE
 	mkdir -p "$(HANDOUT)/notebooks"
 	tar -xf build/handout.tar -C "$(HANDOUT)"

@@ -168,11 +168,11 @@ def _chat(options: argparse.Namespace) -> None:
         # The whole conversation is read again for every question.
         asked = {"role": "user", "content": question}
         room = model.config.max_seq_len - options.max_new_tokens
-        messages, ids = _fitting([*messages, asked], tokenizer, room)
-        if len(ids) > room:
-            print(f"(This alone is {len(ids)} tokens, and there is room for {room}; ask again.)")
-            messages = []
+        alone = len(tokenizer.chat([asked]))
+        if alone > room:
+            print(f"(This alone is {alone} tokens, and there is room for {room}; ask again.)")
             continue
+        messages, ids = _fitting([*messages, asked], tokenizer, room)
         new, _ = _stream(model, tokenizer, ids, options)
         answer = [i for i in new if i not in tokenizer.stop_ids]
         messages.append({"role": "assistant", "content": tokenizer.decode(answer)})

@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 import torch
-from models import tiny_config
+from models import lively, tiny_config
 
-from minillm import Decoder, EngineConfig, weights
+from minillm import Decoder, EngineConfig, quantize, sparsify, weights
 from minillm.__main__ import main
 from minillm.bench import (
     BENCHMARKS,
@@ -20,6 +20,7 @@ from minillm.bench import (
     models,
     peers,
     prefill,
+    quality,
     serve,
     serve_gpu,
 )
@@ -32,6 +33,8 @@ from minillm.weights.build import parameter_sources
 
 CPU = torch.device("cpu")
 REPEATS = {"repeats": 1}
+IN_GROUPS = {"d_model": 64, "n_heads": 2, "n_kv_heads": 1, "d_head": 64, "d_ff": 128}
+"""Sizes of a tiny model whose rows are a few groups of 32."""
 
 
 @pytest.fixture(autouse=True)
@@ -81,26 +84,46 @@ def test_prefill(recording, model):
 
 
 def test_quantize(recording, monkeypatch):
-    """Every form of a tiny model: its speed, its quality, and its cache."""
+    """Some forms of a tiny model, and how fast they are."""
     monkeypatch.setattr(bench_quantize, "llama_cpp_decode_seconds", lambda *_: 1e-3)
-    sizes = {"d_model": 64, "n_heads": 4, "n_kv_heads": 2, "d_head": 16, "d_ff": 128}
-    model = Decoder(tiny_config(**sizes)).eval().requires_grad_(False)
-    known = {"python": torch.arange(80).view(2, 40), "austen": torch.arange(10, 50).view(1, 40)}
-    forms = bench_quantize._forms(model, lambda _: model, known)
-    fast = {name: forms[name]() for name in ("float32", "int8", "2:4, magnitude")}
-    bench_quantize.measure_speed(recording, fast, [1, 2], n=2, prompt_tokens=8, **REPEATS)
-    texts = {"one": list(range(60)), "two": list(range(30, 90))}
-    bench_quantize.measure_quality(recording, model, forms, texts)
-    bench_quantize.measure_caches(recording, model, texts["one"])
+    model = Decoder(tiny_config(**IN_GROUPS)).eval().requires_grad_(False)
+    forms = {"float32": model, "int8": quantize(model, "int8"), "2:4": sparsify(model)}
+    bench_quantize.measure_speed(recording, forms, [1, 2], n=2, prompt_tokens=8, **REPEATS)
     assert [row["what"] for row in rows(recording)] == [
-        f"{kind}, {name}" for kind in ("decode", "prefill of 8 tokens") for name in fast
+        f"{kind}, {name}" for kind in ("decode", "prefill of 8 tokens") for name in forms
     ]
+
+
+def test_quality(recording):
+    """Every form of a tiny model, its quality and its cache, and of the same one renumbered."""
+    model = Decoder(tiny_config(**IN_GROUPS)).eval().requires_grad_(False)
+    known = list(torch.arange(80).view(2, 1, 40))
+    texts = {"one": list(range(60)), "two": list(range(30, 90))}
+    forms = quality.forms(model, known, known[:1])
+    quality.measure_quality(recording, model, forms, texts)
+    shifted = quality.four_bits(quality.renumbered(model, 16), known, "{}, shifted")
+    quality.measure_quality(recording, model, shifted, texts)
+    quality.measure_caches(recording, model, texts["one"])
     document = json.loads(recording.path.read_text())
-    quality = document["quality"]
-    assert quality.keys() == forms.keys() and len(document["caches"]) == 4
-    assert quality["float32"]["kl"] == pytest.approx(0, abs=1e-6)
-    assert quality["int4"]["bytes"] < quality["int8"]["bytes"] < quality["float32"]["bytes"]
-    assert quality["3 bits"]["perplexity"].keys() == texts.keys()
+    found = document["quality"]
+    assert found.keys() == {*forms, *shifted} and len(document["caches"]) == 4
+    assert found["float32"]["kl"] == pytest.approx(0, abs=1e-6)
+    assert found["float32, shifted"]["kl"] == pytest.approx(0, abs=1e-6)
+    assert found["int4"]["bytes"] < found["int8"]["bytes"] < found["float32"]["bytes"]
+    assert found["3 bits"]["perplexity"].keys() == texts.keys()
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False, "qkv_bias": True}])
+def test_renumbered_channels_are_the_same_function(changes):
+    """With other weights in each group of 32: half of the group's own, half of its neighbour's."""
+    model = lively(**IN_GROUPS, **changes)
+    other = quality.renumbered(model, 16)
+    tokens = torch.arange(40)[None]
+    torch.testing.assert_close(other(tokens), model(tokens), atol=1e-4, rtol=1e-4)
+    for name in ("qkv", "out", "gate_up", "down"):
+        ours = getattr(model.layers[0], name).weight[-1, :32]
+        theirs = [set(row[:32].tolist()) for row in getattr(other.layers[0], name).weight]
+        assert set(ours.tolist()) not in theirs
 
 
 def test_attention(recording):

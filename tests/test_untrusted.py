@@ -179,6 +179,15 @@ def test_a_shard_that_is_a_folder(tmp_path: Path) -> None:
     refused(lambda: load(path, device="cpu"), "is not a regular file")
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "m.gguf"])
+def test_a_pointer_that_git_left(tmp_path: Path, name: str) -> None:
+    path = folder(tmp_path / "m")
+    text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{64 * 'a'}\nsize 5060\n"
+    (path / name).write_text(text)
+    given = path / name if name.endswith("gguf") else path
+    refused(lambda: load(given, device="cpu"), "is a git-lfs pointer .*; run git lfs pull in its")
+
+
 def test_shards_in_turns_are_not_read_for_each_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

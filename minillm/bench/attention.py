@@ -25,7 +25,7 @@ Case = tuple[int, int, bool]
 
 
 def bench(device: torch.device) -> Path:
-    """Measure every length and head size; the README shows D = 128, causal."""
+    """Measure every length and head size; the tables show D = 128, causal."""
     on_gpu = device.type == "cuda"
     lengths = (512, 1024, 2048, 4096, 8192, 16384) if on_gpu else (512, 1024, 2048)
     cases = [(D, N, causal) for D in (64, 128) for N in lengths for causal in (False, True)]

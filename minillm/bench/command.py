@@ -42,9 +42,9 @@ def run(options: argparse.Namespace) -> int:
     """Run the named benchmarks, or all; ValueError for an unknown name and for unfit options."""
     _check(options)
     if options.readme:
-        from minillm.bench.tables import update_readme
+        from minillm.bench.tables import update_tables
 
-        update_readme(project_folder() / "README.md")
+        update_tables(project_folder())
         return 0
     from minillm.tools.devices import device_and_dtype
 
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     if options.names == ["gpu"]:
         return _run_gpu(device, options)
     # These read the default checkpoint, which a machine with a GPU may not have.
-    on_cpu = ("load", "quantize", "speculate")
+    on_cpu = ("load", "quantize", "quality", "speculate")
     chosen = [name for name in BENCHMARKS if device.type != "cuda" or name not in on_cpu]
     for name in options.names or chosen:
         path = importlib.import_module(f"minillm.bench.{name}").bench(device)

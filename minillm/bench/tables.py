@@ -1,4 +1,4 @@
-"""The README's results, generated from the recorded files: highlights, then all of them."""
+"""The recorded results as tables: some rows for README.md, all of them for figures/RESULTS.md."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,10 @@ def results_table(folder: Path) -> str:
 
 def highlights(folder: Path) -> str:
     """Some of the recorded results on a CPU, in plain words, as a Markdown table."""
-    lines = ["| on two CPU cores (`cpu-2-threads` below) | |", "| --- | --- |"]
+    lines = [
+        "| on two CPU cores (`cpu-2-threads` in [all results](figures/RESULTS.md)) | |",
+        "| --- | --- |",
+    ]
     for name, part, words, shown in (
         ("decode", "decode", "one user", _speed),
         ("decode", "prepacked", "one user, weights prepacked", _speed),
@@ -90,11 +93,14 @@ def _share(row: dict[str, Any]) -> str:
     return f"{row['value']:.1f}%"
 
 
-def update_readme(readme: Path) -> None:
-    """Replace the text between the README's markers by the current tables."""
-    text = readme.read_text(encoding="utf-8")
-    for markers, table in ((HIGHLIGHT_MARKERS, highlights), (MARKERS, results_table)):
-        before, rest = text.split(markers[0])
+def update_tables(project: Path) -> None:
+    """Replace the text between the markers of both files in the folder `project`."""
+    for name, markers, table in (
+        ("README.md", HIGHLIGHT_MARKERS, highlights),
+        ("figures/RESULTS.md", MARKERS, results_table),
+    ):
+        path = project / name
+        before, rest = path.read_text(encoding="utf-8").split(markers[0])
         after = rest.split(markers[1])[1]
         text = f"{before}{markers[0]}\n{table(data_folder())}\n{markers[1]}{after}"
-    readme.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")

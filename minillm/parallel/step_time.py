@@ -12,7 +12,8 @@ When a few tokens are decoded, n is small and the number of hops counts; otherwi
 Nothing here is measured. The predictions use the peaks from data sheets, so they are rather too
 short.
 Not here: communication that overlaps with compute; trees and in-switch reduction, which NCCL uses
-where they are faster; sending logits and tokens back to the first stage of a pipeline.
+where they are faster; the cap on the bandwidth of LL, and the factor of 1.4 for Simple between
+machines; sending logits and tokens back to the first stage of a pipeline.
 """
 
 from dataclasses import dataclass

@@ -9,6 +9,10 @@ group's step grows only if the column was among its largest. So columns with lar
 up:
 
     x Wᵀ = (x / s) (W s)ᵀ        s = (mean |x|)^a, for the a from 0 to 0.95 with the least error
+
+The paper folds 1 / s into the norm or the matrix before, where it costs nothing at run time. Here
+each matrix multiplies its own input, so that every matrix of every model can have its s.
+Not here: the search for a clipping threshold in each group, which the paper's code adds.
 """
 
 from torch import Tensor

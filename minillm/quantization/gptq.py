@@ -2,17 +2,20 @@
 
 Source: Frantar et al. 2022, section 4 and algorithm 1; the correction of the later columns is from
 Hassibi and Stork 1993 (optimal brain surgeon).
-Cost, for a matrix (out, in): a Cholesky factorization, in³ / 3 FLOPs, and out · in² for the
-corrections.
+Cost, for a matrix (out, in): 4 in³ / 3 FLOPs for U (two Cholesky factorizations and an inverse),
+and out · in² for the corrections.
 
 Rounding to the nearest step is best for each weight, not for the product. What counts is
 Σ (w x - q x)² over the inputs x, which is E M Eᵀ for the error E of a row, with M the mean of x xᵀ.
-After column j is rounded, that sum is least if the later columns move by
+After column j is rounded, E[j] is fixed, and that sum is least if the later columns move by
 
     - error / U[j, j] · U[j, j + 1 :]        U: the upper Cholesky factor of M⁻¹
 
+For two columns: E M Eᵀ = a E₀² + 2 b E₀ E₁ + c E₁² is least at E₁ = - b / c · E₀, and with
+M⁻¹ = (c, -b; -b, a) / (a c - b²) that factor - b / c is U[0, 1] / U[0, 0].
 All rows share U, since M does not depend on them. The scale of a group is chosen when its first
 column is reached, from the columns as corrected so far.
+M is collected layer by layer: `calibration.layer_by_layer`.
 """
 
 import torch

@@ -19,6 +19,8 @@ large as the others. With one scale for all of x, most of x is then rounded to 0
 With one scale for all of x, or outliers that are searched for in each x, a token's result depends
 on the other tokens of its batch. Only one scale per row, with outliers known beforehand, gives a
 request the same answer in any batch.
+SmoothQuant's paper folds 1 / s into the norm before, at no cost; here each matrix multiplies its
+own input.
 PyTorch's int8 product needs more than 16 rows on a GPU; shorter inputs are zero-padded. On a CPU
 without int8 instructions the product is computed in float32, exactly.
 """

@@ -13,18 +13,32 @@ from minillm.tools.checks import brief
 MEGABYTE = 1_000_000
 PATH = 300
 """Characters of a path that a message shows: those of a hub's cache have more than 100."""
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _MAX_CONTAINERS = 2_000_000
 """Lists and objects in one JSON file; a large vocabulary has a list for each of its merges."""
 
 
 def check_file(path: Path, limit: float = float("inf")) -> None:
-    """Raise ValueError unless `path` is a regular file of at most `limit` bytes."""
+    """Raise ValueError unless `path` is a regular file of at most `limit` bytes.
+
+    Also for the few lines that git leaves in the place of a large file that was not fetched.
+    """
     if not path.is_file():
         raise ValueError(f"{brief(str(path), PATH)} is not a regular file; give the file itself.")
     if path.stat().st_size > limit:
         raise ValueError(
             f"{brief(str(path), PATH)} has {path.stat().st_size} bytes; files of this kind have at "
             f"most {limit:.0f}."
+        )
+    try:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+    except OSError as error:
+        raise ValueError(f"{brief(str(path), PATH)} cannot be read ({error}).") from error
+    if is_pointer:
+        raise ValueError(
+            f"{brief(str(path), PATH)} is a git-lfs pointer and not the file itself; run "
+            "git lfs pull in its folder."
         )
 
 
