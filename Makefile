@@ -4,7 +4,7 @@
 # make test     everything: lint, all tests, every lesson through nbval (figures go to build/ then)
 # make lab      JupyterLab on the lessons
 # make bench    run the benchmarks and rewrite the tables of README.md and figures/RESULTS.md
-# make gpu      the first ten minutes on a GPU: every kernel against its bound, results as JSON
+# make gpu      the first eight minutes on a GPU: every kernel against its bound, results as JSON
 # make student  the learners' version of the lessons, with holes, in build/student/
 # make course   a folder for nbgrader: an assignment a lesson, in build/course/ (COURSE=FOLDER)
 # make handout  all that a learner needs, without solutions, in build/handout/ (HANDOUT=FOLDER)
@@ -12,6 +12,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 LESSONS := $(sort $(wildcard notebooks/*.ipynb))
+MINUTES ?= 8
 COURSE ?= build/course
 HANDOUT ?= build/handout
 # Tests run side by side, one thread each: more threads than cores slow each other down many times.
@@ -68,8 +69,14 @@ bench: setup
 	$(BIN)/python -m minillm.bench
 	$(BIN)/python -m minillm.bench --readme
 
-gpu: setup
-	$(BIN)/python -m minillm.bench gpu
+# Needs no network and no .venv: without one, $(PYTHON) is used as it is.
+gpu:
+	@python="$(BIN)/python"; [ -e .venv/ready ] || python="$(PYTHON)"; \
+	"$$python" -c 'import sys; from importlib.util import find_spec; \
+	  sys.exit(not (find_spec("torch") and find_spec("triton")))' || { \
+	  echo "$$python has no torch or no triton; run make setup first, or give another one:" \
+	    "make gpu PYTHON=..."; exit 1; }; \
+	"$$python" -m minillm.bench gpu --minutes $(MINUTES)
 
 # One assignment a lesson. Nothing is deleted or changed that is there already: releases, a
 # gradebook, submissions, feedback, lessons that a learner has begun.

@@ -60,8 +60,8 @@ ROOMS: tuple[str | tuple[str, tuple[str, ...]], ...] = (
         "bench",
         (
             "recording", "models", "peers", "decode", "prefill", "attention", "serve_gpu", "serve",
-            "load", "quantize", "quality", "speculate", "gpu", "gpu_kernels", "gpu_model",
-            "gpu_second", "tables", "command", "__main__",
+            "load", "quantize", "quality", "speculate", "gpu", "gpu_tests", "gpu_kernels",
+            "gpu_decode", "gpu_model", "gpu_lessons", "gpu_second", "tables", "command", "__main__",
         ),
     ),
     "__main__",

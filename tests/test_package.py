@@ -181,6 +181,7 @@ def test_only_declared_dependencies_are_imported():
     extra = {
         "tools.plots": {"matplotlib", "PIL", "ipywidgets", "IPython"},
         "bench.peers": {"transformers", "xllamacpp"},
+        "bench.gpu_lessons": {"nbclient", "nbformat"},
     }
     for module, tree in TREES.items():
         used = {name.partition(".")[0] for name in imports(tree)}

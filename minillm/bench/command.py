@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the benchmarks to a parser."""
     named = ", ".join(BENCHMARKS)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {named}; default: all")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME",
+        help=f"any of {named}; default: all. Or gpu, and any of its parts after it",
+    )  # fmt: skip
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument(
         "--rate", type=float, help="with serve: send this many requests a second, print latencies"
@@ -26,6 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--part", metavar="PART", help="with gpu: run only this part, in this process"
+    )
+    parser.add_argument(
+        "--seconds", type=float, help="with --part: when it will be stopped, which it then knows"
+    )
+    parser.add_argument(
+        "--minutes", type=float, help="with gpu: the time for all parts together; default: 8"
     )
     parser.add_argument(
         "--tiny", action="store_true", help="with gpu: small sizes, only to test the code"
@@ -51,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     device, _ = device_and_dtype(options.device, "auto")
     if options.rate is not None:
         return _run_load_test(device, options)
-    if options.names == ["gpu"]:
+    if options.names[:1] == ["gpu"]:
         return _run_gpu(device, options)
     # These read the default checkpoint, which a machine with a GPU may not have.
     on_cpu = ("load", "quantize", "quality", "speculate")
@@ -64,18 +73,18 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """ValueError for an unknown name, and for options of the GPU's parts without them."""
+    if options.names[:1] == ["gpu"]:
+        return  # the other names are parts
     for name in options.names:
         if name not in (*BENCHMARKS, "gpu"):
             raise ValueError(
                 f"There is no benchmark {name!r}; choose from {', '.join(BENCHMARKS)}, gpu."
             )
-    gpu = options.names == ["gpu"]
-    if not gpu and (
-        "gpu" in options.names or options.second or options.part or options.tiny or options.out
-    ):
+    o = options
+    if "gpu" in o.names or o.second or o.part or o.seconds or o.minutes or o.tiny or o.out:
         raise ValueError(
-            "gpu is a benchmark of its own, and --second, --part, --tiny and --out go with it: "
-            "bench gpu --second."
+            "gpu is a benchmark of its own, and --second, --part, --seconds, --minutes, --tiny and "
+            "--out go with it: bench gpu --second."
         )
 
 
@@ -100,8 +109,12 @@ def _run_gpu(device: "torch.device", options: argparse.Namespace) -> int:
         )
     folder = options.out or data_folder()
     if options.part is not None:
-        gpu.run_part(options.part, device, folder, options.tiny)
+        gpu.run_part(options.part, device, folder, options.tiny, options.seconds)
         return 0
-    for path in gpu.bench(device, folder, second=options.second, tiny=options.tiny):
+    written = gpu.bench(
+        device, folder, parts=options.names[1:], second=options.second, tiny=options.tiny,
+        minutes=gpu.MINUTES if options.minutes is None else options.minutes,
+    )  # fmt: skip
+    for path in written:
         print(f"  written to {path}")
     return 0

@@ -1,52 +1,58 @@
-"""The first ten minutes on a GPU: `make gpu`, or `python -m minillm.bench gpu`.
+"""The first minutes on a GPU: `make gpu`, or `python -m minillm.bench gpu`.
 
-Nine parts, each in a process with its own time limit, so that a part that hangs or breaks the
-device costs only its own minutes. Each records row by row, and when it ends, in whatever way, its
-rows are collected into `figures/data/gpu-first.HARDWARE.json`. No network, no checkpoint and no
-package beyond torch and triton is needed: whatever is missing is a gap in the results. The tests
-come last: several processes share the GPU then, so nothing else can be timed.
-`--second` runs slower parts: FlexAttention, transformers, the lessons. `--part NAME` runs one part
-in this process; `--tiny` uses sizes small enough to run the same code in Triton's interpreter.
+Each part is a process with its own time limit, so that a part that hangs or breaks the device costs
+only its own minutes. Correctness comes first; the kernels that no GPU has run yet, and that may
+hang, come last. All rows, and the traceback of a part that failed, are collected every few seconds
+in `figures/data/gpu-first.HARDWARE.json`; what the parts print is in the file of that name that
+ends with `.log`. No network, no checkpoint and no package beyond torch and triton is needed:
+whatever is missing is a gap in the results.
+`gpu PART PART` runs some parts only, in that order; `--second` runs slower ones: FlexAttention,
+transformers, the lessons. `--part NAME` runs one part in this process; `--tiny` uses sizes small
+enough to run the same code in Triton's interpreter.
 """
 
+import faulthandler
 import importlib
-import importlib.util
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
-from minillm.bench.recording import Recording, hardware_label
+from minillm.bench.recording import Recording, hardware_label, write_json
 from minillm.measure import matmul_peak, memory_speeds
-from minillm.tools.folders import cache_folder, project_folder
 
-MINUTES = 9.3
-# The seconds that each part may take.
+MINUTES = 8.0
+# The most seconds for each part. Estimates, about twice what a part needs: a kernel compiles in a
+# second of one CPU, a configuration is timed for a tenth of a second, a process starts in ten.
 FIRST = {
-    "ceilings": 60, "model": 150, "engine": 120, "forward": 180, "decode-attention": 120,
-    "matrices": 120, "backward": 150, "specialized": 60, "tests": 300,
+    "ceilings": 40, "tests": 190, "model": 80, "engine": 60, "matrices": 70, "backward": 70,
+    "forward": 90, "decode-attention": 60, "few-bits": 60, "specialized-tests": 40,
+    "specialized": 40,
 }  # fmt: skip
-SECOND = {"flex": 180, "transformers": 240, "lessons": 300}
+SECOND = {"flex": 150, "transformers": 200, "lessons": 300}
 PARTS = {
     "ceilings": "minillm.bench.gpu:ceilings",
+    "tests": "minillm.bench.gpu_tests:tests",
     "model": "minillm.bench.gpu_model:model",
     "engine": "minillm.bench.gpu_model:engine",
-    "forward": "minillm.bench.gpu_kernels:forward",
-    "decode-attention": "minillm.bench.gpu_kernels:decode_attention",
-    "matrices": "minillm.bench.gpu_kernels:matrices",
+    "matrices": "minillm.bench.gpu_decode:matrices",
     "backward": "minillm.bench.gpu_kernels:backward",
+    "forward": "minillm.bench.gpu_kernels:forward",
+    "decode-attention": "minillm.bench.gpu_decode:decode_attention",
+    "few-bits": "minillm.bench.gpu_model:few_bits",
+    "specialized-tests": "minillm.bench.gpu_tests:specialized_tests",
     "specialized": "minillm.bench.gpu_kernels:specialized",
-    "tests": "minillm.bench.gpu:tests",
     "flex": "minillm.bench.gpu_second:flex",
     "transformers": "minillm.bench.gpu_second:transformers",
     "lessons": "minillm.bench.gpu_second:lessons",
@@ -56,70 +62,130 @@ Part = Callable[[Recording, bool], None]
 
 
 def bench(
-    device: torch.device, folder: Path, *, second: bool = False, tiny: bool = False
-) -> list[Path]:
-    """Run the parts one after another while there is time; returns the file written."""
-    ends = time.monotonic() + 60 * MINUTES
-    path = folder / f"gpu-{'second' if second else 'first'}.{hardware_label(device)}.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    collected: dict[str, Any] = {"parts": {}}
-    with tempfile.TemporaryDirectory() as parts:
-        for name, limit in (SECOND if second else FIRST).items():
-            start = time.monotonic()
-            if ends - start < 20:
-                ended = f"not begun, the {MINUTES} minutes are over"
-            else:
-                command = [sys.executable, "-m", "minillm.bench", "gpu", "--part", name]
-                command += ["--device", str(device), "--out", parts]
-                command += ["--tiny"] if tiny else []
-                code = run_for(command, min(limit, ends - start))  # None: stopped
-                ended = "done" if code == 0 else f"failed with exit code {code}"
-                if code is None:
-                    ended = "stopped at its limit; what it had measured is recorded"
-            ended += f", {time.monotonic() - start:.0f} s"
-            print(f"{name}: {ended}", flush=True)
-            collected["parts"][name] = {"ended": ended}
-            for file in Path(parts).glob(f"gpu-{name}.*.json"):
-                with suppress(json.JSONDecodeError):  # stopped while writing
-                    collected["parts"][name] |= json.loads(file.read_text())
-            path.write_text(json.dumps(collected, indent=1) + "\n")
-    return [path]
+    device: torch.device, folder: Path, *, parts: Sequence[str] = (), second: bool = False,
+    tiny: bool = False, minutes: float = MINUTES,
+) -> list[Path]:  # fmt: skip
+    """Run the parts one after another within `minutes`; returns the files written: JSON, log.
 
-
-def run_for(
-    command: list[str],
-    limit: float,
-    *,
-    cwd: Path | None = None,
-    env: dict[str, str] | None = None,
-    log: IO[str] | None = None,
-) -> int | None:
-    """The exit code of a command; None if it timed out and was killed with all its children.
-
-    log: a file for all that it prints.
+    parts: by default the first set, or the second one. ValueError for a name that is none, and for
+    minutes that are not positive.
     """
-    with subprocess.Popen(
-        command, start_new_session=True, cwd=cwd, env=env, stdout=log, stderr=log
-    ) as process:
-        try:
-            return process.wait(limit)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:  # also when this process is interrupted
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+    for name in parts:
+        _check_part(name)
+    if not 0 < minutes < float("inf"):
+        raise ValueError(f"--minutes is {minutes:g}; give a positive number of minutes.")
+    ends = time.monotonic() + 60 * minutes
+    kind = "chosen" if parts else "second" if second else "first"
+    limits = {n: (FIRST | SECOND)[n] for n in parts or (SECOND if second else FIRST)}
+    path = folder / f"gpu-{kind}.{hardware_label(device)}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    collected = _Collected(path)
+    with tempfile.TemporaryDirectory() as rows, path.with_suffix(".log").open("w") as log:
+        for name in limits:
+            limit = seconds_for(name, limits, ends - time.monotonic())
+            command = [sys.executable, "-m", "minillm.bench", "gpu", "--part", name]
+            command += ["--device", str(device), "--out", rows, "--seconds", f"{limit:.0f}"]
+            command += ["--tiny"] if tiny else []
+            collect = partial(collected.add, name, Path(rows), time.monotonic())
+            ended = f"not begun, the {minutes:g} minutes are over"
+            try:
+                if limit:
+                    print(f"{name}: at most {limit:.0f} s", flush=True)
+                    print(f"== {name}", file=log, flush=True)
+                    ended = "interrupted"
+                    ended = run_for(command, limit, log.fileno(), partial(collect, "running"))
+            finally:
+                print(f"{name}: {collect(ended)}", flush=True)
+    return [path, path.with_suffix(".log")]
 
 
-def run_part(name: str, device: torch.device, folder: Path, tiny: bool) -> Path:
-    """Run one part in this process; returns its file. ValueError for an unknown name."""
+class _Collected:
+    """What all parts have recorded so far, in one file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.document: dict[str, Any] = {"parts": {}}
+
+    def add(self, name: str, folder: Path, start: float, ended: str) -> str:
+        """Write how a part ended, after how many seconds, and its rows; returns the former."""
+        part = {"ended": f"{ended}, {time.monotonic() - start:.0f} s"}
+        for file in folder.glob(f"gpu-{name}.*.json"):
+            part |= json.loads(file.read_text())
+        self.document["parts"][name] = part
+        write_json(self.path, self.document)
+        return part["ended"]
+
+
+def seconds_for(name: str, limits: dict[str, int], left: float) -> float:
+    """The time limit of a part: twice its share of the seconds left, at most its own limit.
+
+    Twice, because most parts end early. So no part can use up the time of all others. 0 where not
+    even a process would start.
+    """
+    names = list(limits)
+    share = limits[name] / sum(limits[n] for n in names[names.index(name) :])
+    limit = min(limits[name], 2 * share * left, left)
+    return limit if limit >= 5 else 0
+
+
+def run_for(command: list[str], limit: float, log: int, meanwhile: Callable[[], None]) -> str:
+    """Run a command with all its children for at most `limit` seconds; returns how it ended.
+
+    log: a file descriptor for all that they print. `meanwhile` is called every few seconds.
+    """
+    ends = time.monotonic() + limit
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+        env=environment,
+    )  # fmt: skip
+    try:
+        while process.poll() is None and (left := ends - time.monotonic()) > 0:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(min(5, left))
+            meanwhile()
+        code = process.poll()
+    finally:  # also when this process is interrupted
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):  # no longer: the driver may hold it for ever
+            process.wait(5)
+    if code is not None:
+        return "done" if code == 0 else f"failed with exit code {code}"
+    stuck = ", and does not end even when killed" if process.poll() is None else ""
+    return f"stopped at its limit{stuck}; what it had measured is recorded"
+
+
+def _check_part(name: str) -> None:
     if name not in PARTS:
         raise ValueError(f"There is no part {name!r}; choose from {', '.join(PARTS)}.")
-    recording = Recording(f"gpu-{name}", device, {"tiny": tiny}, folder)
+
+
+def run_part(
+    name: str, device: torch.device, folder: Path, tiny: bool, seconds: float | None = None
+) -> Path:
+    """Run one part in this process; returns its file. ValueError for an unknown name.
+
+    seconds: when it will be stopped, if it will; shortly before, the log gets a line for each
+    function that it is in. The traceback of whatever it raises is recorded.
+    """
+    _check_part(name)
+    settings = {"tiny": tiny, "seconds": seconds}
+    recording = Recording(f"gpu-{name}", device, settings, folder)
     module, _, function = PARTS[name].partition(":")
-    part: Part = getattr(importlib.import_module(module), function)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        part(recording, tiny)
+    if seconds is not None:
+        faulthandler.dump_traceback_later(max(1, seconds - 3))
+    try:
+        part: Part = getattr(importlib.import_module(module), function)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            part(recording, tiny)
+    except BaseException:
+        recording.failed(traceback.format_exc())
+        raise
+    finally:
+        if seconds is not None:
+            faulthandler.cancel_dump_traceback_later()
     return recording.path
 
 
@@ -149,48 +215,3 @@ def ceilings(recording: Recording, tiny: bool) -> None:
         report(recording, name, speed / 1e9, "GB/s")
     if not tiny:
         report(recording, "product of 8192³", matmul_peak(device, dtype) / 1e12, "TFLOP/s")
-
-
-# The files with tests marked `gpu`; others import packages that a machine with a GPU may lack.
-_TESTS = ("test_gpu.py", "test_paged_attention.py", "test_engine.py")
-_NEED_CHECKPOINT = "default_checkpoint or auto_is_bfloat16"
-
-
-def tests(recording: Recording, tiny: bool) -> None:
-    """The tests marked `gpu`, many at a time: most of the time is compilation.
-
-    The specialized kernels run separately, since no such kernel has run on a GPU before.
-    """
-    if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("xdist") is None:
-        recording.gap("tests", "pytest or pytest-xdist is not installed")
-        return
-    skipped = "specialized"
-    if not any(cache_folder().glob("*.gguf")):
-        recording.gap("tests of the default checkpoint", f"there is none in {cache_folder()}")
-        skipped += f" or {_NEED_CHECKPOINT}"
-    _run_tests(recording, "tests", f"not ({skipped})", FIRST["tests"] - 70, tiny)
-    _run_tests(recording, "tests of specialized kernels", "specialized", 50, tiny)
-
-
-def _run_tests(recording: Recording, label: str, chosen: str, limit: float, tiny: bool) -> None:
-    """Report how the tests that pytest's `-k chosen` selects ended within `limit` seconds."""
-    names = [str(project_folder() / "tests" / name) for name in _TESTS[: 1 if tiny else None]]
-    workers = "1" if tiny else str(max(2, (os.cpu_count() or 4) - 2))
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-k", chosen, "-vv", "-n", workers]
-    command += ["-p", "no:cacheprovider", *names]
-    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryFile("w+") as log:
-        # What Triton tunes while other processes use the GPU must not be kept.
-        environment = os.environ | {"TRITON_CACHE_DIR": cache}
-        code = run_for(command, limit, cwd=project_folder(), env=environment, log=log)
-        log.seek(0)
-        lines = log.read()
-    # Read off the log, since a run that was stopped has no summary.
-    ended = re.findall(r"(PASSED|FAILED|ERROR|SKIPPED) (\S+::.*)", lines)
-    counts = {
-        kind.lower(): len({test for k, test in ended if k == kind})
-        for kind in ("PASSED", "FAILED", "ERROR", "SKIPPED")
-    }
-    bad = sorted({test for kind, test in ended if kind in ("FAILED", "ERROR")})
-    print(lines[-3000:] if bad or not ended else "", flush=True)
-    stopped = code is None
-    report(recording, label, counts["passed"], "passed", **counts, bad=bad, stopped=stopped)

@@ -34,7 +34,7 @@ def large_model(recording: Recording, tiny: bool) -> Decoder:
     if not tiny:
         return random_model("llama-3-8b", recording.device)
     config = ModelConfig(
-        n_layers=1, d_model=32, n_heads=2, n_kv_heads=1, d_head=16, d_ff=48, vocab_size=300,
+        n_layers=1, d_model=32, n_heads=2, n_kv_heads=1, d_head=16, d_ff=64, vocab_size=300,
         max_seq_len=256,
     )  # fmt: skip
     return Decoder(config).eval().requires_grad_(False).to(recording.device)
@@ -70,35 +70,69 @@ def model(recording: Recording, tiny: bool) -> None:
 
 def _graphs(recording: Recording, large: Decoder, prompt: list[int], n: int, bound: float) -> None:
     """A token by replaying a CUDA graph; the replay alone; its kernels."""
-    device = recording.device
-    replays: dict[str, Callable[[], None]] = {}
+    graphs = {}
     for name, fused in KERNELS.items():
         large.fast = fused
-        sequence = GraphedSequence(large, len(prompt) + 2 * n)
-        sequence(prompt)
-        step = partial(sequence, [1])
-        took = median(seconds(lambda step=step: int(step().argmax()), device) for _ in range(n))
-        report(recording, f"a token, graph, {name}", took * 1e3, "ms", of_bound=bound / took)
-        graph = next(iter(sequence._graphs._graphs.values()))[0]
-        alone = device_seconds(graph.replay, device)
-        report(recording, f"a replay alone, {name}", alone * 1e3, "ms", of_bound=bound / alone)
-        replays[name] = graph.replay
-    for name, replay in replays.items():  # at the end: the profiler slows everything after it
-        _profile(recording, name, replay)
+        graphs[name] = _time_graph(recording, name, large, prompt, n, bound)
+    for name, graph in graphs.items():  # at the end: the profiler slows everything after it
+        _profile(recording, name, graph)
 
 
-def _profile(recording: Recording, name: str, replay: Callable[[], None]) -> None:
+Graph = tuple[GraphedSequence, torch.cuda.CUDAGraph]
+"""A captured step, and the sequence that owns all the memory it reads and writes."""
+
+
+def _time_graph(
+    recording: Recording, name: str, large: Decoder, prompt: list[int], n: int, bound: float
+) -> Graph:
+    """Two rows: a token with its way to the host, and the replay alone."""
+    device = recording.device
+    sequence = GraphedSequence(large, len(prompt) + 2 * n)
+    sequence(prompt)
+    took = median(seconds(lambda: int(sequence([1]).argmax()), device) for _ in range(n))
+    report(recording, f"a token, graph, {name}", took * 1e3, "ms", of_bound=bound / took)
+    graph = next(iter(sequence._graphs._graphs.values()))[0]
+    alone = device_seconds(graph.replay, device)
+    report(recording, f"a replay alone, {name}", alone * 1e3, "ms", of_bound=bound / alone)
+    return sequence, graph
+
+
+def _profile(recording: Recording, name: str, graph: Graph) -> None:
     """Microseconds of one replay, by kernel, the longest first."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        replay()
+        graph[1].replay()
         torch.cuda.synchronize()
     kernels = sorted(profiled.key_averages(), key=lambda e: -e.self_device_time_total)[:25]
     times = {event.key[:120]: [event.self_device_time_total, event.count] for event in kernels}
     recording.add(None, {f"replay by kernel, {name} (µs, calls)": times})
     for kernel, (took, calls) in list(times.items())[:12]:
         print(f"    {took:8.1f} µs in {calls:4} calls  {kernel[:70]}")
+
+
+def few_bits(recording: Recording, tiny: bool) -> None:
+    """One user of the same model in 8 and in 4 bits: as a graph, and a replay by kernel."""
+    try:
+        from minillm.quantization.quantize import decode_bytes, quantize
+    except ModuleNotFoundError as error:  # calibration, which is not needed here, needs more
+        recording.gap("int8 and int4", f"{error.name} is not installed")
+        return
+    device, large = recording.device, large_model(recording, tiny)
+    n, prompt = (3, [1, 2, 3]) if tiny else (64, list(range(8)))
+    bandwidth = 1e18 if tiny else read_bandwidth(device, large.dtype)
+    graphs = {}
+    for scheme in ("int8", "int4"):
+        small = quantize(large, scheme)
+        bound = decode_bytes(small, len(prompt) + n // 2) / bandwidth
+        report(recording, f"bound of a token, {scheme}", bound * 1e3, "ms")
+        if device.type == "cuda":
+            graphs[scheme] = _time_graph(recording, scheme, small, prompt, n, bound)
+        else:
+            took = seconds(partial(generate, small, prompt, n), device) / n
+            report(recording, f"a token, {scheme}", took * 1e3, "ms", of_bound=bound / took)
+    for scheme, graph in graphs.items():
+        _profile(recording, scheme, graph)
 
 
 def engine(recording: Recording, tiny: bool) -> None:
@@ -151,7 +185,7 @@ def timed_parts(engine: Engine) -> dict[str, float]:
         return call
 
     engine.scheduler.schedule = timed("scheduling", engine.scheduler.schedule)
-    module.forward = timed("forward pass", module.forward)
+    engine._forward = timed("forward pass", engine._forward)
     module.draw_tokens = timed("drawing tokens", module.draw_tokens)
     if engine._graphs is not None:
         rows = engine._graphs._rows

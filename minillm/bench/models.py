@@ -3,6 +3,9 @@
 Speed does not depend on the weights' values, and a machine with a GPU may have no network.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from minillm.config import ModelConfig
@@ -11,11 +14,18 @@ from minillm.model import Decoder
 
 def random_model(preset: str, device: torch.device) -> Decoder:
     """A model of a published one's shapes, with random weights in bfloat16."""
+    with born_in(device, torch.bfloat16):
+        return Decoder(ModelConfig.preset(preset)).eval().requires_grad_(False)
+
+
+@contextmanager
+def born_in(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Inside the block, modules are made on `device` and in `dtype`, never larger elsewhere."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return Decoder(ModelConfig.preset(preset)).eval().requires_grad_(False)
+            yield
     finally:
         torch.set_default_dtype(before)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from minillm.bench.models import born_in
 from minillm.bench.recording import Recording
 from minillm.model import Decoder
 from minillm.serving.workload import TimedRequest
@@ -20,6 +21,8 @@ from minillm.serving.workload import TimedRequest
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
+PATIENCE = 60.0
+"""Seconds without any answer after which a peer counts as stuck."""
 LLAMA_CPP = "llama.cpp (computes in 4 bit)"
 
 
@@ -51,8 +54,8 @@ def transformers_twin(model: Decoder) -> "LlamaForCausalLM":
         rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
         tie_word_embeddings=c.tie_embeddings,
     )
-    with torch.device(model.device):
-        twin = LlamaForCausalLM(config).to(model.dtype).eval().requires_grad_(False)
+    with born_in(model.device, model.dtype):
+        twin = LlamaForCausalLM(config).eval().requires_grad_(False)
     # One of our fused matrices is several of theirs, one below the other.
     theirs, ours = dict(twin.named_parameters()), dict(model.named_parameters())
     with torch.no_grad():
@@ -103,14 +106,17 @@ def transformers_continuous(
             for request in requests:
                 manager.add_request(list(request.prompt_ids), max_new_tokens=request.max_new_tokens)
             tokens: list[int] = []  # of each finished request
+            newest = time.monotonic()
             while len(tokens) < len(requests):
                 result = manager.get_result(timeout=1)
-                if result is None and not manager.is_running():
+                stuck = time.monotonic() - newest > PATIENCE
+                if result is None and (stuck or not manager.is_running()):
                     raise RuntimeError("transformers stopped before all requests were done.")
                 if result is not None and result.is_finished():
                     if result.error:
                         raise RuntimeError(f"transformers failed a request: {result.error}")
                     tokens.append(len(result.generated_tokens))
+                    newest = time.monotonic()
             assert sorted(tokens) == sorted(request.max_new_tokens for request in requests)
 
         yield serve

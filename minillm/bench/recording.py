@@ -5,6 +5,7 @@ import json
 import platform
 import re
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from minillm import cpu_products
 from minillm.measure import Repeats, cpu_name, seconds
+from minillm.tools.command_line import first_line
 from minillm.tools.folders import data_folder
 
 PACKAGES = ("torch", "triton", "numpy", "transformers", "xllamacpp")
@@ -91,25 +93,73 @@ class Recording:
         self.document["repeats"] |= repeats
         self._write()
 
+    def failed(self, traceback: str) -> None:
+        """Note what ended the benchmark before its end."""
+        self.document["traceback"] = traceback
+        self._write()
+
     def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.document, indent=1) + "\n")
+        write_json(self.path, self.document)
 
 
-def kernel_seconds(fn: Callable[[], Any], device: torch.device, *, as_graph: bool = False) -> float:
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write a file as a whole: whoever reads it, or stops us, finds the old one or the new one."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps(document, indent=1) + "\n")
+    new.replace(path)
+
+
+def kernel_seconds(
+    fn: Callable[[], Any], device: torch.device, *, as_graph: bool = False, rep: int = 30
+) -> float:
     """Seconds of one call.
 
     GPU kernels are timed by Triton's own functions: events on the device, caches flushed between
     calls. as_graph: time many calls as one CUDA graph, for kernels so short that otherwise their
     launch would be timed. Caches then stay warm, so `fn` must read more memory than they hold.
+    rep: milliseconds to go on for; as a graph, ten times that.
     """
     if device.type != "cuda":
         return seconds(fn, device)
     from triton.testing import do_bench, do_bench_cudagraph
 
     if as_graph:
-        return do_bench_cudagraph(fn, rep=30, return_mode="median") / 1e3
-    return do_bench(fn, warmup=5, rep=30, return_mode="median") / 1e3
+        return do_bench_cudagraph(fn, rep=rep, return_mode="median") / 1e3
+    return do_bench(fn, warmup=5, rep=rep, return_mode="median") / 1e3
+
+
+def seconds_in_turn(
+    calls: dict[str, Callable[[], Any]], device: torch.device, *, as_graph: bool = False
+) -> tuple[Repeats, dict[str, str]]:
+    """`kernel_seconds` of each call, twice; and of each call that fails, why.
+
+    All are called once before the first is timed, since compiling takes seconds in which a GPU's
+    clocks fall. Then they take turns, the second time in the opposite order, so that none is always
+    the one after a pause.
+    """
+    times: Repeats = {}
+    failed: dict[str, str] = {}
+
+    def attempt(name: str, fn: Callable[[], Any]) -> None:
+        try:
+            seconds(fn, device)  # waits, so that an error is that of this call
+        except Exception as error:  # the compiler's or the driver's: go on with the others
+            times.pop(name, None)
+            failed[name] = first_line(error)
+
+    def once(name: str) -> None:
+        took = kernel_seconds(calls[name], device, as_graph=as_graph, rep=15)
+        times.setdefault(name, []).append(took)
+
+    if device.type == "cuda":
+        for name, call in calls.items():
+            attempt(name, call)
+    for names in (list(calls), list(reversed(calls)))[: 2 if device.type == "cuda" else 1]:
+        for name in names:
+            if name not in failed:
+                attempt(name, partial(once, name))
+    return times, failed
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from statistics import median
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from minillm.bench.recording import Recording, kernel_seconds
 from minillm.layers.attention import attention
 from minillm.measure import alternate, read_bandwidth, seconds
 from minillm.model import Decoder
+from minillm.quantization.kv_cache import storage_for
 from minillm.ragged import RaggedLayout
 from minillm.serving.engine import Engine, EngineConfig
 from minillm.serving.workload import TimedRequest, azure_load, serve
@@ -123,25 +126,22 @@ def measure_layouts(
 
 
 def paged_and_contiguous(
-    device: torch.device, n: int, length: int
+    device: torch.device, n: int, length: int, kv_dtype: str | None = None
 ) -> dict[str, Callable[[], Tensor]]:
     """Attention of one new token of each of `n` sequences: the same numbers in both layouts.
 
-    32 query heads share 8 key/value heads of 128.
+    32 query heads share 8 key/value heads of 128. kv_dtype: that of the pages, as an engine has it.
     """
     size, dtype = 16, torch.bfloat16 if device.type == "cuda" else torch.float32
     q = torch.randn(n, 1, 32, 128, device=device, dtype=dtype)
     k, v = torch.randn(2, n, length, 8, 128, device=device, dtype=dtype)
     order = torch.randperm(n * length // size, device=device)  # a sequence's blocks lie anywhere
-    pages = tuple(torch.empty(len(order), size, 8, 128, device=device, dtype=dtype) for _ in "kv")
-    for page, x in zip(pages, (k, v), strict=True):
-        page[order] = x.reshape(page.shape)
+    like: Any = SimpleNamespace(kv_shape=(1, 8, 128), dtype=dtype, device=device)  # as of a model
+    storage = storage_for(kv_dtype)(like, (len(order), size))
+    storage.write(0, order, *(x.reshape(len(order), size, 8, 128) for x in (k, v)))
     lens = torch.tensor([[length] * n, [1] * n], dtype=torch.int32, device=device)
     layout = RaggedLayout(order.int().reshape(n, -1), lens, [length] * n, [1] * n, size)
-
-    def read(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        return pages[0][blocks], pages[1][blocks]
-
+    pages, read = storage.layers[0], partial(storage.read, 0)
     return {
         "contiguous": lambda: attention(q, k, v),
         "paged": lambda: layout.attention(q[:, 0], pages, read, 128**-0.5, "auto")[:, None],
