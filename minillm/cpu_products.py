@@ -4,6 +4,7 @@ Every private function of PyTorch that the package calls stands here, once. A ne
 or change any of them; `tests/test_cpu_products.py` then says which one, in a sentence.
 
     onednn_layout, onednn_linear                a matrix copied into oneDNN's own layout
+    bfloat16_linear                             bfloat16 times bfloat16, also without instructions
     int8_weight_linear                          bfloat16 times int8 weights
     int4_layout, int4_weight_linear             bfloat16 times int4 weights
     int8_matmul                                 int8 times int8; on a GPU as well
@@ -12,6 +13,7 @@ Not here: checks. Each function needs what its docstring says, and some crash wi
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -46,6 +48,17 @@ def onednn_layout(weight: Tensor, n_rows: int) -> Tensor:
 def onednn_linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (…, in) times a matrix from `onednn_layout`, plus bias: (…, out). No gradients."""
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def bfloat16_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x (rows, in) times weight (out, in), in bfloat16: (rows, out). weight: in any dtype.
+
+    A CPU without `has_bfloat16` multiplies number by number, many times slower than in float32.
+    There the factors are converted, exactly, and the sums are rounded at the end.
+    """
+    if x.device.type == "cpu" and not has_bfloat16():
+        return F.linear(x.float(), weight.float()).bfloat16()
+    return F.linear(x, weight.to(x.dtype))
 
 
 def int8_weight_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:

@@ -45,6 +45,17 @@ def test_onednn(bias):
     )
 
 
+@pytest.mark.parametrize("has_it", [True, False])
+def test_bfloat16(has_it, monkeypatch):
+    """The same numbers up to the last rounding, with instructions for bfloat16 or without."""
+    monkeypatch.setattr(cpu_products, "has_bfloat16", lambda: has_it)
+    x, weight = torch.randn(20, 64).bfloat16(), torch.randint(-127, 128, (24, 64), dtype=torch.int8)
+    found = cpu_products.bfloat16_linear(x, weight)
+    exact = x.double() @ weight.double().T
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=0.01, atol=0.5)
+
+
 def test_int8_weights():
     q, x = whole(-127, 127, 32, 64).to(torch.int8), whole(-3, 3, 2, 64).bfloat16()
     scale = torch.full((32,), 0.5).bfloat16()

@@ -24,7 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minillm.cpu_products import int4_layout, int4_weight_linear, int8_weight_linear
+from minillm.cpu_products import (
+    bfloat16_linear,
+    int4_layout,
+    int4_weight_linear,
+    int8_weight_linear,
+)
 from minillm.kernels.availability import on_device_of, why_not_here
 from minillm.quantization import grid
 from minillm.quantization.grid import QuantizedMatrix
@@ -141,7 +146,7 @@ class Int8Linear(QuantizedLinear):
 
     def in_16_bits(self, x: Tensor) -> Tensor:
         """The product with a bfloat16 copy of the matrix, made for this call."""
-        return F.linear(x, self.weight.to(x.dtype)) * self.scale
+        return bfloat16_linear(x, self.weight) * self.scale
 
 
 class Float8Linear(Int8Linear):

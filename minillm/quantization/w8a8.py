@@ -106,7 +106,8 @@ class OutlierLinear(W8A8Linear):
             w = self.weight[:, columns].to(x.dtype) * self.scale[:, None]
         if not len(columns):
             return super().product(x)
-        return super().product(x.index_fill(1, columns, 0)) + F.linear(x[:, columns], w)
+        rest = super().product(x.index_fill(1, columns, 0))
+        return rest + cpu_products.bfloat16_linear(x[:, columns], w)
 
 
 def rounded(x: Tensor, per: str = "token") -> tuple[Tensor, Tensor]:
