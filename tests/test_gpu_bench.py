@@ -1,5 +1,6 @@
 """The first minutes on a GPU, gone through with tiny sizes: every part, its limits and its gaps."""
 
+import argparse
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import torch
 from tiers import HAS_TRITON
 
 from minillm.__main__ import main
-from minillm.bench import gpu, gpu_tests
+from minillm.bench import command, gpu, gpu_tests
 from minillm.bench import recording as recording_module
 
 CPU = torch.device("cpu")
@@ -208,7 +209,12 @@ def test_tests_are_stopped_in_time_and_what_they_said_is_kept():
 
 def test_what_was_tested_is_counted_even_if_it_was_stopped(monkeypatch, tmp_path):
     asked = []
-    lines = ["[gw0] [ 1%] PASSED tests/x.py::a \n", "[gw1] [ 2%] FAILED tests/x.py::b\n"]
+    lines = [
+        "[gw0] [ 1%] PASSED tests/x.py::a \n",
+        "[gw1] [ 2%] FAILED tests/x.py::b[1, 2] \n",
+        "FAILED tests/x.py::b[1, 2] - AssertionError: 1 - 2\n",
+        "ERROR tests/y.py - ModuleNotFoundError: No module named 'hypothesis'\n",
+    ]
 
     def printed(command, limit):
         asked.append((command[command.index("-k") + 1], limit))
@@ -218,7 +224,8 @@ def test_what_was_tested_is_counted_even_if_it_was_stopped(monkeypatch, tmp_path
     path = gpu.run_part("specialized-tests", CPU, tmp_path, True, 40)
     (row,) = json.loads(path.read_text())["rows"]
     assert asked == [("specialized", 25)] and row["stopped"] is True
-    assert (row["passed"], row["failed"], row["bad"]) == (1, 1, ["tests/x.py::b"])
+    assert (row["passed"], row["failed"], row["error"]) == (1, 1, 1)
+    assert row["bad"] == ["tests/x.py::b[1, 2]", "tests/y.py"]
 
 
 def test_a_failing_part_records_why(tmp_path, monkeypatch):
@@ -345,6 +352,18 @@ def test_a_stuck_peer_is_not_waited_for(monkeypatch):
         pytest.raises(RuntimeError, match="stopped before all requests were done"),
     ):
         serve([request])
+
+
+def test_the_readmes_commands_are_understood():
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("Without a GPU, with one")[1]
+    given = re.findall(r"-m minillm\.bench (gpu[^`\n#]*)", text)
+    assert len(given) == 3
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    for line in given:
+        options = parser.parse_args(line.split())
+        assert options.names[0] == "gpu" and set(options.names[1:]) <= set(gpu.PARTS)
+    assert "--minutes" in text and "gpu-first.CHIP.log" in text
 
 
 @pytest.mark.parametrize("kind", ["python3", ".venv"])

@@ -47,16 +47,25 @@ def _run_tests(recording: Recording, label: str, chosen: str, tiny: bool) -> Non
     workers = "1" if tiny else str(max(2, (os.cpu_count() or 4) - 2))
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-k", chosen, "-vv", "-n", workers]
     command += ["-p", "no:cacheprovider", "--tb=short", "--durations=15", *names]
+    # A file that imports what is missing costs no other file; a test that hangs shows where.
+    command += ["--continue-on-collection-errors", "-o", "faulthandler_timeout=60"]
     seconds = recording.document["settings"].get("seconds")
     stopped, lines = printed(command, None if seconds is None else max(5, seconds - _TO_END))
-    # Read off the lines, since a run that was stopped has no summary.
-    ended = re.findall(r"(PASSED|FAILED|ERROR|SKIPPED) (\S+::.*)", "".join(lines))
-    counts = {
-        kind.lower(): len({test for k, test in ended if k == kind})
-        for kind in ("PASSED", "FAILED", "ERROR", "SKIPPED")
-    }
-    bad = sorted({test for kind, test in ended if kind in ("FAILED", "ERROR")})
+    counts, bad = ended(lines)
     report(recording, label, counts["passed"], "passed", **counts, bad=bad, stopped=stopped)
+
+
+def ended(lines: list[str]) -> tuple[dict[str, int], list[str]]:
+    """How many tests ended in each way, and the names of those that went wrong.
+
+    Read off pytest's lines as they come, since a run that was stopped has no summary. Where there
+    is one, it names a test a second time, with a reason.
+    """
+    kinds = ("PASSED", "FAILED", "ERROR", "SKIPPED")
+    found = re.findall(rf"({'|'.join(kinds)}) (\S+\.py(?:::.*)?)", "".join(lines))
+    names = {(kind, test.partition(" - ")[0].strip()) for kind, test in found}
+    counts = {kind.lower(): sum(k == kind for k, _ in names) for kind in kinds}
+    return counts, sorted(test for kind, test in names if kind in ("FAILED", "ERROR"))
 
 
 def printed(command: list[str], limit: float | None) -> tuple[bool, list[str]]:
