@@ -169,11 +169,19 @@ def test_an_interrupted_run_keeps_what_it_has(tmp_path, monkeypatch):
 
 
 def test_rows_are_collected_while_a_part_runs(tmp_path):
+    """And whatever stops this process ends the part as well."""
     seen = []
-    code = "import time; time.sleep(60)"
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     with (tmp_path / "log").open("w") as log:
         ended = gpu.run_for([sys.executable, "-c", code], 0.3, log.fileno(), lambda: seen.append(1))
-    assert seen and ended.startswith("stopped at its limit;")
+        assert seen and ended.startswith("stopped at its limit;")
+
+        def interrupted():
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            gpu.run_for([sys.executable, "-c", code], 1.0, log.fileno(), interrupted)
+    assert all(map(ends, map(int, (tmp_path / "log").read_text().split())))
 
 
 def test_a_process_that_cannot_be_killed_is_not_waited_for(monkeypatch, tmp_path):

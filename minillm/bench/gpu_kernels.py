@@ -56,8 +56,9 @@ def time_calls(
 def _config_name(config: Any) -> str:
     kwargs = config.kwargs
     kind = " specialized" if kwargs.get("SPECIALIZED") else ""
+    loads = ", pointers" if kwargs.get("DESCRIPTORS") is False else ""
     tile = f"{kwargs['BLOCK_T']} × {kwargs['BLOCK_S']}"
-    return f"{tile}, {config.num_warps} warps, {config.num_stages} stages{kind}"
+    return f"{tile}, {config.num_warps} warps, {config.num_stages} stages{kind}{loads}"
 
 
 def forward(recording: Recording, tiny: bool) -> None:
@@ -78,8 +79,8 @@ def forward(recording: Recording, tiny: bool) -> None:
         run = partial(flash_forward, q, k, v, True, D**-0.5)
         calls: Calls = {}
         for config in forward_configs(D, dtype):
-            calls[_config_name(config)] = partial(run, config)
-            calls[_config_name(config) + ", pointers"] = partial(run, by_pointers(config))
+            for one in (config, by_pointers(config)):
+                calls[_config_name(one)] = partial(run, one)
         if device.type == "cuda":
             peers = attention_peers(device)
             for peer in ("flash", "cudnn"):
@@ -102,17 +103,24 @@ def specialized(recording: Recording, tiny: bool) -> None:
 def _prompts(
     recording: Recording, tiny: bool
 ) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor, float]]:
-    """D, N, q, k, v and the FLOPs of causal attention, for each case; the largest first."""
+    """D, N, q, k, v and the FLOPs of causal attention, for each case; the most usual first."""
     device, dtype = recording.device, kernel_dtype(recording.device)
-    for D in (128, 64):
-        for N in (64,) if tiny else (16384, 4096):
-            B, H = (1, 1) if tiny else (16384 // N, 2048 // D)
-            q, k, v = torch.randn(3, B, N, H, D, device=device, dtype=dtype)
-            yield D, N, q, k, v, 4 * B * H * N**2 * D / 2
+    cases = ((128, 16384), (128, 4096), (64, 16384), (64, 4096), (256, 4096))
+    for D, N in ((128, 64), (64, 64)) if tiny else cases:
+        B, H = (1, 1) if tiny else (16384 // N, 2048 // D)
+        q, k, v = torch.randn(3, B, N, H, D, device=device, dtype=dtype)
+        yield D, N, q, k, v, 4 * B * H * N**2 * D / 2
 
 
-# The previous defaults, for comparison: two groups of warps on one tile.
-_BEFORE = {("dkv", 128): (32, 64, 8, 2), ("dq", 128): (64, 64, 8, 2)}
+# Earlier defaults, so that one run compares them with today's: BLOCK_T, BLOCK_S, warps, stages.
+_BEFORE = {
+    ("dkv", 64): [(32, 128, 8, 2), (64, 128, 8, 2)],
+    ("dkv", 128): [(32, 64, 8, 2), (32, 128, 8, 2), (16, 128, 8, 2)],
+    ("dkv", 256): [(64, 32, 8, 2)],
+    ("dq", 64): [(64, 64, 4, 3), (128, 64, 8, 2)],
+    ("dq", 128): [(64, 64, 8, 2), (64, 64, 4, 3), (128, 64, 8, 2)],
+    ("dq", 256): [(32, 32, 4, 2)],
+}
 
 
 def backward(recording: Recording, tiny: bool) -> None:
@@ -131,10 +139,11 @@ def backward(recording: Recording, tiny: bool) -> None:
         out, lse = flash_forward(q, k, v, True, scale)
         delta = kernel.row_sums(grad, out, lse)
         for kind, (run, choose) in kinds.items():
-            configs = choose(D, dtype)
-            if (kind, D) in _BEFORE and not tiny:
-                t, s, warps, stages = _BEFORE[kind, D]
-                configs.append(triton.Config({"BLOCK_T": t, "BLOCK_S": s}, warps, stages))
+            before = [
+                triton.Config({"BLOCK_T": t, "BLOCK_S": s}, warps, stages)
+                for t, s, warps, stages in _BEFORE[kind, D]
+            ]
+            configs = [*choose(D, dtype), *([] if tiny else before)]
             call = partial(run, grad, q, k, v, lse, delta, True, scale)
             calls = {_config_name(config): partial(call, config) for config in configs}
             # The forward pass has 2 products; dK and dV take 4, dQ takes 3.

@@ -1,5 +1,6 @@
 """The second set of parts of `minillm.bench.gpu`: peers and lessons, which are slow to start."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -52,6 +53,9 @@ def transformers(recording: Recording, tiny: bool) -> None:
     for preset in presets:
         model = random_model(preset, device) if preset else large_model(recording, tiny)
         one_user(recording, model, n, repeats)
+        gc.collect()  # the twin has ended: the next one, and the peer's cache, get its memory
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     if device.type != "cuda":
         recording.gap("continuous batching", "transformers' needs a CUDA device")
         return
