@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--part", metavar="PART", help="with gpu: run only this part, in this process"
     )
     parser.add_argument(
-        "--seconds", type=float, help="with --part: when it will be stopped, which it then knows"
+        "--until", type=float, help="with --part: the time (time.time()) when it will be stopped"
     )
     parser.add_argument(
         "--minutes", type=float, help="with gpu: the time for all parts together; default: 8"
@@ -81,9 +82,9 @@ def _check(options: argparse.Namespace) -> None:
                 f"There is no benchmark {name!r}; choose from {', '.join(BENCHMARKS)}, gpu."
             )
     o = options
-    if "gpu" in o.names or o.second or o.part or o.seconds or o.minutes or o.tiny or o.out:
+    if "gpu" in o.names or o.second or o.part or o.until or o.minutes or o.tiny or o.out:
         raise ValueError(
-            "gpu is a benchmark of its own, and --second, --part, --seconds, --minutes, --tiny and "
+            "gpu is a benchmark of its own, and --second, --part, --until, --minutes, --tiny and "
             "--out go with it: bench gpu --second."
         )
 
@@ -109,7 +110,8 @@ def _run_gpu(device: "torch.device", options: argparse.Namespace) -> int:
         )
     folder = options.out or data_folder()
     if options.part is not None:
-        gpu.run_part(options.part, device, folder, options.tiny, options.seconds)
+        left = None if options.until is None else options.until - time.time()
+        gpu.run_part(options.part, device, folder, options.tiny, left)
         return 0
     written = gpu.bench(
         device, folder, parts=options.names[1:], second=options.second, tiny=options.tiny,

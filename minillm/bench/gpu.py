@@ -84,7 +84,8 @@ def bench(
         for name in limits:
             limit = seconds_for(name, limits, ends - time.monotonic())
             command = [sys.executable, "-m", "minillm.bench", "gpu", "--part", name]
-            command += ["--device", str(device), "--out", rows, "--seconds", f"{limit:.0f}"]
+            command += ["--device", str(device), "--out", rows]
+            command += ["--until", f"{time.time() + limit:.1f}"]
             command += ["--tiny"] if tiny else []
             collect = partial(collected.add, name, Path(rows), time.monotonic())
             ended = f"not begun, the {minutes:g} minutes are over"
@@ -170,7 +171,7 @@ def run_part(
     function that it is in. The traceback of whatever it raises is recorded.
     """
     _check_part(name)
-    settings = {"tiny": tiny, "seconds": seconds}
+    settings = {"tiny": tiny, "seconds": seconds and round(seconds, 1)}
     recording = Recording(f"gpu-{name}", device, settings, folder)
     module, _, function = PARTS[name].partition(":")
     if seconds is not None:
