@@ -8,7 +8,7 @@ import torch
 from models import lively
 from safetensors.torch import load_file, save_file
 
-from minillm import generate, load_student, make_student, quantize
+from minillm import generate, load_student, make_student, prepack, quantize
 from minillm.distillation.__main__ import drafts, try_student
 from minillm.distillation.student import PACKAGED, save_student
 from minillm.distillation.teacher_text import Conversation
@@ -17,7 +17,6 @@ from minillm.quantization.grid import to_int8
 from minillm.quantization.linear import Int8Linear
 from minillm.speculation.medusa import MedusaDrafter
 from minillm.speculation.medusa_heads import PACKAGED_HEADS, load_heads
-from minillm.weights.loading import load
 
 SIZES = {"d_model": 64, "d_head": 16, "d_ff": 64, "n_layers": 4}
 
@@ -110,15 +109,18 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     """Text, training, file and record, on a tiny teacher; the second run has nothing to do."""
     from test_teacher_text import Words
 
+    class Brief(Words):
+        stop_ids = tuple(range(3, 97, 8))  # so that most turns end early
+
     teacher = lively(**SIZES)
 
     def tiny(**_):
-        return teacher, Words()
+        return teacher, Brief()
 
     module = importlib.import_module("minillm.distillation.__main__")
     monkeypatch.setattr(module, "load", tiny)
     monkeypatch.setattr(module, "conversations", short_conversations)
-    arguments = ["--layers", "2", "--conversations", "240", "--steps", "3",
+    arguments = ["--layers", "2", "--conversations", "48", "--steps", "3",
                  "--folder", str(tmp_path)]  # fmt: skip
     for _ in range(2):
         assert module.main(arguments) == 0
@@ -129,7 +131,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     prompt, answer = record["tried"][0]
     assert difference(student, teacher, prompt + answer, first=len(prompt)).kl > 0
     assert "tokens of text" in capsys.readouterr().out
-    heads = ["--heads", "2", "--conversations", "240", "--steps", "3", "--folder", str(tmp_path)]
+    heads = ["--heads", "2", "--conversations", "48", "--steps", "3", "--folder", str(tmp_path)]
     assert module.main(heads) == 0
     record = json.loads((tmp_path / "medusa.json").read_text())
     assert len(record["loss"]) == 3 and record["settings"]["heads"] == 2
@@ -137,18 +139,41 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert trained.weight.shape == (2, 64, 64) and bool(trained.weight.any())
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--layers", "5", "--layers is 5; custom has 4, so give at most 4."),
+        ("--layers", "0", "--layers is 0; it must be a whole number, 1 or more."),
+        ("--heads", "-1", "--heads is -1; it must be a whole number, 0 or more."),
+        ("--steps", "0", "--steps is 0; it must be a whole number, 1 or more."),
+        ("--conversations", "0", "--conversations is 0; it must be a whole number, 1 or more."),
+        ("--conversations", "1", "--conversations 1 gave less text than one step learns from"),
+        ("--lr", "nan", "--lr is nan; it must be a positive number."),
+    ],
+)
+def test_bad_options_are_one_sentence(option, value, words, tmp_path, monkeypatch, capsys):
+    from test_teacher_text import Words
+
+    module = importlib.import_module("minillm.distillation.__main__")
+    monkeypatch.setattr(module, "load", lambda **_: (lively(**SIZES), Words()))
+    monkeypatch.setattr(module, "conversations", lambda *_, **__: [])
+    monkeypatch.setattr(module, "continued_code", lambda *_, **__: [])
+    assert module.main([option, value, "--folder", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+
+
 def short_conversations(teacher, tokenizer, n, **options):
     from minillm.distillation.teacher_text import conversations
 
-    return conversations(teacher, tokenizer, 8 * n, question=40, answer=30, **options)
+    return conversations(teacher, tokenizer, n, question=40, answer=30, **options)
 
 
 @pytest.mark.slow
-def test_the_packaged_student_is_as_its_record_says():
+def test_the_packaged_student_is_as_its_record_says(default):
     """KL, agreement and accepted guesses, computed again on conversations it was not trained on."""
     record = json.loads(PACKAGED.with_suffix(".json").read_text())
-    teacher, _ = load(dtype="float32")
-    student = load_student(teacher)
+    teacher, student = prepack(default[0]), prepack(load_student(default[0]))
     tried = [Conversation(*pair) for pair in record["tried"]]
     found = try_student(student, teacher, tried, n_drafted=1)
     assert found["kl"] == pytest.approx(record["after"]["kl"], rel=0.01)
@@ -162,9 +187,9 @@ def test_the_packaged_student_is_as_its_record_says():
 
 
 @pytest.mark.slow
-def test_the_packaged_heads_are_as_their_record_says():
+def test_the_packaged_heads_are_as_their_record_says(default):
     record = json.loads(PACKAGED_HEADS.with_suffix(".json").read_text())
-    teacher, _ = load(dtype="float32")
+    teacher = prepack(default[0])
     heads, conversation = load_heads(), Conversation(*record["tried"][0])
     found = drafts(MedusaDrafter(heads), teacher, [conversation], len(heads.weight))
     assert found[0] == pytest.approx(record["after"]["drafts"][0], abs=12)

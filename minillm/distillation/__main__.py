@@ -12,6 +12,7 @@ the text (`distillation/teacher_text.py`), and the student learns the teacher's 
 import argparse
 import datetime
 import json
+import math
 import platform
 import random
 import sys
@@ -40,6 +41,7 @@ from minillm.speculation.medusa import MedusaDrafter, MedusaHeads
 from minillm.speculation.medusa_heads import load_heads, save_heads, train_heads
 from minillm.speculation.speculative import speculative_generate
 from minillm.tokenizer import Tokenizer
+from minillm.tools.checks import check_whole
 from minillm.tools.command_line import Parser, run
 from minillm.training import warmup_and_decay
 from minillm.weights.loading import load
@@ -72,6 +74,11 @@ def _data(
     texts += [library[i : i + ROW] for i in range(0, len(library), ROW)]
     rows = rows_of(texts, seed)
     n_batches = len(rows) // ROWS
+    if not n_batches:
+        raise ValueError(
+            f"--conversations {n} gave less text than one step learns from, {ROWS} rows of {ROW} "
+            "tokens; give more."
+        )
     return rows[: n_batches * ROWS].view(n_batches, ROWS, ROW), held_out
 
 
@@ -112,6 +119,12 @@ def _train_student(options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     start = time.perf_counter()
     teacher, tokenizer = load(dtype="bfloat16")  # faster, and good enough to write text
     assert tokenizer is not None
+    n_layers = len(teacher.layers)
+    if options.layers > n_layers:  # before hours of writing
+        raise ValueError(
+            f"--layers is {options.layers}; {teacher.config.name} has {n_layers}, so give at most "
+            f"{n_layers}."
+        )
     batches, tried = _data(teacher, tokenizer, options)
     written = time.perf_counter()
     teacher, _ = load(dtype="float32")
@@ -207,7 +220,18 @@ def main(arguments: list[str] | None = None) -> int:
     return run(lambda: _train(options))
 
 
+def _check(options: argparse.Namespace) -> None:
+    """ValueError for numbers that make no sense, before anything is loaded or written."""
+    for name in ("layers", "conversations", "steps"):
+        check_whole(f"--{name}", getattr(options, name))
+    for name in ("heads", "seed"):
+        check_whole(f"--{name}", getattr(options, name), least=0)
+    if not 0 < options.lr < math.inf:
+        raise ValueError(f"--lr is {options.lr}; it must be a positive number.")
+
+
 def _train(options: argparse.Namespace) -> None:
+    _check(options)
     path, made = (_train_heads if options.heads else _train_student)(options)
     record = {
         "settings": {name: value for name, value in vars(options).items() if name != "folder"},
