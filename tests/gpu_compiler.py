@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -46,8 +46,10 @@ class Launch:
 class Binary:
     """What the compiler made, and what a block or a thread of it needs."""
 
-    ptx: str
-    ttgir: str  # Triton's own form after its GPU passes, with layouts and the software pipeline
+    ptx: str = field(repr=False)
+    # Triton's own form after its GPU passes, with layouts and the software pipeline
+    ttgir: str = field(repr=False)
+    cubin: bytes = field(repr=False)
     shared_bytes: int
     registers: int
     spilled_bytes: int
@@ -78,6 +80,30 @@ class Binary:
     def waits(self) -> int:
         """Copies that may still be in flight while a tile is worked on; 0 waits for all."""
         return max(map(int, re.findall(r"async_wait.*?num = (\d+)", self.ttgir)), default=0)
+
+    def ahead(self) -> list[int]:
+        """For each loop that multiplies, the copies that may be in flight during its products.
+
+        0: every copy is waited for before the first product and the next one is issued after the
+        last, so that nothing is loaded meanwhile. The copy engine has no counter to wait for: then
+        one tile is multiplied, one is asked for at the end of the loop, and the rest are in flight.
+        """
+        found = []
+        for body in self._innermost_loops():
+            products = [match.start() for match in re.finditer(r"(?:warp_group_dot|dot) ", body)]
+            if not products:
+                continue
+            early = re.findall("async_copy_global|async_tma_copy", body[: products[-1]])
+            waits = [int(n) for n in re.findall(r"async_wait.*?num = (\d+)", body)]
+            by_engine = self.buffers() - 2 if "async_tma_copy" in body else 0
+            found.append(len(early) + max([by_engine, *waits]))
+        return found
+
+    def _innermost_loops(self) -> list[str]:
+        """The text of each loop without a loop inside; a block ends where its indentation does."""
+        loop = r"^(?=( *)\S.*scf\.for.*\n((?:\1 .*\n)+))"
+        bodies = [body for _, body in re.findall(loop, self.ttgir, re.MULTILINE)]
+        return [body for body in bodies if "scf.for" not in body]
 
 
 class _Recorder:
@@ -144,17 +170,30 @@ def compile_for(launch: Launch, capability: int) -> Binary:
     )
     registers, stack = _resources(compiled.asm["cubin"])
     asm = compiled.asm
-    return Binary(asm["ptx"], asm["ttgir"], compiled.metadata.shared, registers, stack)
+    shared = compiled.metadata.shared
+    return Binary(asm["ptx"], asm["ttgir"], asm["cubin"], shared, registers, stack)
+
+
+def instructions_a_step(binary: Binary) -> int:
+    """The machine instructions of the longest loop, 16 bytes each, from its branch back."""
+    loops = re.findall(
+        r"/\*([0-9a-f]{4,})\*/[^;]*\bBRA[^;]* 0x([0-9a-f]+)", _cuobjdump(binary.cubin, "-sass")
+    )
+    return max((int(branch, 16) - int(to, 16)) // 16 + 1 for branch, to in loops)
+
+
+def _cuobjdump(cubin: bytes, what: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
+        file.write(cubin)
+    try:
+        command = [CUOBJDUMP, what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    finally:
+        os.unlink(file.name)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers of a thread, and the bytes of its stack, where ptxas puts what it spills."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
-        file.write(cubin)
-    command = [CUOBJDUMP, "--dump-resource-usage", file.name]
-    try:
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    finally:
-        os.unlink(file.name)
+    report = _cuobjdump(cubin, "--dump-resource-usage")
     used = {name: int(re.search(name + r":(\d+)", report)[1]) for name in ("REG", "STACK", "LOCAL")}
     return used["REG"], used["STACK"] + used["LOCAL"]

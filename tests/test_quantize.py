@@ -17,7 +17,15 @@ from minillm.model import Linear
 from minillm.quantization.awq import awq, output_error
 from minillm.quantization.calibration import collect
 from minillm.quantization.gptq import gptq
-from minillm.quantization.grid import QuantizedMatrix, pack, to_int4, to_int8, unpack
+from minillm.quantization.grid import (
+    QuantizedMatrix,
+    pack,
+    pack_blocks,
+    to_int4,
+    to_int8,
+    unpack,
+    unpack_blocks,
+)
 from minillm.quantization.linear import (
     MOST_ROWS,
     Int4Linear,
@@ -429,11 +437,12 @@ def test_the_grid_is_what_the_few_rows_kernel_reads():
     """q, scale and zero in the order that `kernels/few_rows.py` has in its docstring."""
     matrix = to_int4(numbers(6, 64), 32)
     by_hand = torch.empty(6, 64)
-    packed = pack(matrix.q)
+    packed = pack_blocks(matrix.q)
+    assert torch.equal(unpack_blocks(packed), matrix.q)
     for n in range(6):
         for k in range(64):
-            byte = int(packed[n, k // 2])
-            q = byte & 15 if k % 2 == 0 else byte >> 4
+            byte = int(packed[n, k // 32 * 16 + k % 16])
+            q = byte & 15 if k % 32 < 16 else byte >> 4
             by_hand[n, k] = float(matrix.scale[n, k // 32]) * (q - 8) + float(
                 matrix.zero[n, k // 32]
             )

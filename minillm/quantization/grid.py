@@ -102,6 +102,22 @@ def unpack(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
+def pack_blocks(q: Tensor) -> Tensor:
+    """4-bit numbers (…, n) as bytes (…, n / 2) in blocks of 32, the order of ggml's Q4_0 and Q4_1.
+
+    Of each 32 numbers, number j is the low half of byte j, number j + 16 its high half; 32 must
+    divide n. So the low halves of neighbours are neighbours, which suits the product on a GPU.
+    """
+    low, high = q.unflatten(-1, (-1, 2, 16)).unbind(-2)
+    return (low | high << 4).flatten(-2)
+
+
+def unpack_blocks(packed: Tensor) -> Tensor:
+    """The inverse of `pack_blocks`: bytes (…, n / 2) to numbers (…, n) from 0 to 15."""
+    blocks = packed.unflatten(-1, (-1, 16))
+    return torch.cat((blocks & 15, blocks >> 4), -1).flatten(-2)
+
+
 def _rounded(scale: Tensor) -> Tensor:
     return scale.to(torch.bfloat16)
 

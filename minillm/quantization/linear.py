@@ -184,7 +184,7 @@ class Int4Linear(QuantizedLinear):
             # Looking up a buffer costs a microsecond, and a decode step has 120 products.
             self._operands = self.weight, self.group_size, self.scale_zero
         else:
-            self.register_buffer("weight", grid.pack(matrix.q))
+            self.register_buffer("weight", grid.pack_blocks(matrix.q))
             self.register_buffer("scale", matrix.scale)
             self.register_buffer("zero", matrix.zero)
 
@@ -193,12 +193,12 @@ class Int4Linear(QuantizedLinear):
             # Times the identity: each output is one number of the matrix, rounded to bfloat16.
             eye = torch.eye(self.in_features, dtype=torch.bfloat16)
             return self.product(eye).T.float()
-        return QuantizedMatrix(grid.unpack(self.weight), self.scale, self.zero).dequantized()
+        return self.matrix().dequantized()
 
     def matrix(self) -> QuantizedMatrix:
         """The stored numbers and scales, exactly, in the plain order."""
         if self.weight.device.type != "cpu":
-            return QuantizedMatrix(grid.unpack(self.weight), self.scale, self.zero)
+            return QuantizedMatrix(grid.unpack_blocks(self.weight), self.scale, self.zero)
         scale, zero = self.scale_zero.transpose(0, 1).unbind(-1)
         q = torch.empty(self.out_features * self.in_features, dtype=torch.uint8)
         q[_packed_order(self.out_features, self.in_features)] = _nibbles(self.weight)
