@@ -16,6 +16,7 @@ from minillm import Decoder, Engine, EngineConfig, Sampling, generate
 from minillm.serving.request import Completion
 from minillm.serving.scheduler import QueueFull
 from minillm.serving.timeline import Clock
+from minillm.speculation.drafters import NgramDrafter
 
 MODEL = lively()
 PROMPT = [5, 90, 3, 3, 41, 8, 13]
@@ -413,16 +414,68 @@ def test_samples_share_a_callback():
     assert sorted(came) == sorted(out[ids[0]].tokens + out[ids[1]].tokens)
 
 
+def test_samples_with_a_callback_each():
+    first, second = [], []
+    e = engine()
+    samplings = [None, Sampling(1.0, seed=1)]
+    ids = e.submit_samples(PROMPT, 5, samplings, on_token=[first.append, second.append])
+    out = e.run()
+    assert [first, second] == [out[i].tokens for i in ids]
+    with pytest.raises(ValueError, match="on_token has 3 functions for 2 samplings; give one for"):
+        e.submit_samples(PROMPT, 5, samplings, on_token=[None] * 3)
+    with pytest.raises(TypeError, match="give a function of one token id"):
+        e.submit_samples(PROMPT, 5, samplings, on_token=[None, 3])
+
+
+@pytest.mark.parametrize("config", [{}, {"policy": "static"}, {"drafter": NgramDrafter(), "k": 5}])
+@pytest.mark.parametrize("place", [0, 3, 7])
+def test_a_callback_that_has_enough_ends_the_answer(config, place):
+    """With the token that it was called with, whatever was guessed right after it."""
+    prompt = PROMPT * 3  # repeats itself, so that drafts are right
+    whole = generate(MODEL, prompt, 30)
+    came, e = [], engine(**config)
+
+    def enough(token: int) -> bool:
+        came.append(token)
+        return len(came) == place + 1
+
+    request, other = e.submit(prompt, 30, on_token=enough), e.submit(prompt, 30)
+    out = e.run()
+    assert out[request].tokens == came == whole[: place + 1]
+    assert out[request].finish_reason == "stop" and out[other].tokens == whole
+    assert len(out[request].token_times) == place + 1
+    assert_nothing_left(e)
+
+
+def test_only_true_ends_an_answer():
+    """A callback may return what it likes, such as the number of characters written."""
+    e = engine()
+    request = e.submit(PROMPT, 5, on_token=lambda token: 1)
+    assert e.run()[request].finish_reason == "length"
+
+
+def test_abort_in_the_middle_of_a_step_is_refused():
+    e = engine()
+    request = e.submit(PROMPT, 9, on_token=lambda token: e.abort(request))
+    other = e.submit(PROMPT, 4)
+    out = e.run()
+    assert out[request].finish_reason == "aborted" and out[other].finish_reason == "length"
+    assert "return True there to end the answer, or abort between two steps" in out[request].error
+    assert_nothing_left(e)
+
+
 def test_the_queue_has_a_limit():
-    e = engine(max_seqs=1, max_waiting=2)
-    first = e.submit(PROMPT, 5)
-    e.step()
-    waiting = [e.submit(PROMPT, 2), e.submit(PROMPT, 2)]
-    with pytest.raises(QueueFull, match=r"2 requests are waiting, and at most 2 may \(max_wait"):
+    """Beside the places: an engine with nothing to do takes as many requests as it can run."""
+    e = engine(max_seqs=2, max_waiting=2)
+    ids = [e.submit(PROMPT, 5) for _ in range(4)]
+    with pytest.raises(QueueFull, match=r"4 requests are here, and 2 may run \(max_seqs\) and 2"):
         e.submit(PROMPT, 2)
-    assert e.run().keys() == {first, *waiting}
-    with pytest.raises(QueueFull, match="so 3 more cannot be taken"):
-        e.submit_samples(PROMPT, 2, [None] * 3)
+    e.step()
+    with pytest.raises(QueueFull, match="so 1 more cannot be taken"):
+        e.submit(PROMPT, 2)
+    assert e.run().keys() == set(ids)
+    with pytest.raises(QueueFull, match="so 5 more cannot be taken"):
+        e.submit_samples(PROMPT, 2, [None] * 5)
     assert_nothing_left(e)
 
 
@@ -444,6 +497,20 @@ class FakeClock(Clock):
 
 def times(c: Completion) -> tuple[float, float, float, float]:
     return c.arrival, c.ttft, c.tpot, c.latency
+
+
+def test_the_time_in_the_queue():
+    """Until a request is first let in; a sample is let in with the prompt that it shares."""
+    e = engine(clock=FakeClock(), max_seqs=1)
+    first, second, never = (e.submit(PROMPT, 3) for _ in range(3))
+    e.abort(never)
+    out = e.run()
+    assert out[first].queued == 0 and out[second].queued == out[first].duration > 0
+    assert math.isnan(out[never].queued)
+    e = engine(clock=FakeClock(), max_seqs=2)
+    samples = e.submit_samples(PROMPT, 3, [None, None])
+    out = e.run()
+    assert [out[i].queued for i in samples] == [0, 0]
 
 
 def test_times():

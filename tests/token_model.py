@@ -83,9 +83,9 @@ class CheckedEngine(Engine):
         self.manager, self.memory = self.cache.manager, self.model.memory
         real = self.scheduler.schedule
 
-        def schedule() -> StepPlan:
+        def schedule(now: float) -> StepPlan:
             before, queue = list(self.scheduler.running), list(self.scheduler.waiting)
-            plan = real()
+            plan = real(now)
             self.check_plan(plan, before, queue)
             return plan
 

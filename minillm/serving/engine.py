@@ -12,7 +12,7 @@ Not here: HTTP; several devices (`minillm.parallel.serving`); starting again aft
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 import torch
@@ -27,7 +27,13 @@ from minillm.serving.engine_config import EngineConfig
 from minillm.serving.model_runner import draw_tokens, forward
 from minillm.serving.proposals import Proposals, Proposer
 from minillm.serving.recovery import Recovery, restarted
-from minillm.serving.request import Completion, Request, parallel_samples
+from minillm.serving.request import (
+    Completion,
+    OnToken,
+    Request,
+    callbacks,
+    parallel_samples,
+)
 from minillm.serving.scheduler import Scheduler
 from minillm.serving.step_plan import StepPlan
 from minillm.serving.timeline import Clock, Stats
@@ -97,14 +103,14 @@ class Engine:
         *,
         sampling: Sampling | None = None,
         stop_ids: Iterable[int] = (),
-        on_token: Callable[[int], None] | None = None,
+        on_token: OnToken | None = None,
         arrival: float | None = None,
     ) -> int:
         """Queue a request; returns its id.
 
         on_token: called with each token as it is delivered: when it is produced, or in a static
-        batch when the batch is over. arrival: when the request came, on the engine's clock, if
-        that was before this call.
+        batch when the batch is over. If it returns True, the answer ends with this token. arrival:
+        when the request came, on the engine's clock, if that was before this call.
         Raises ValueError or TypeError for what could never run, QueueFull beyond `max_waiting`.
         """
         (request_id,) = self.submit_samples(
@@ -120,13 +126,13 @@ class Engine:
         samplings: Sequence[Sampling | None],
         *,
         stop_ids: Iterable[int] = (),
-        on_token: Callable[[int], None] | None = None,
+        on_token: OnToken | Sequence[OnToken | None] | None = None,
         arrival: float | None = None,
     ) -> list[int]:
         """Several completions of one prompt, one for each of `samplings`; returns their ids.
 
         The prompt is computed once. Its blocks are shared, and copied only where two samples
-        write into the same one.
+        write into the same one. on_token: one function for all, or a list with one for each.
         """
         if not samplings:
             raise ValueError(
@@ -135,11 +141,10 @@ class Engine:
         ids, stop = check_request(self.model.config, prompt_ids, max_new_tokens, stop_ids)
         for sampling in samplings:
             check_sampling(sampling)
-        if on_token is not None and not callable(on_token):
-            raise TypeError(f"on_token is {brief(on_token)}; give a function of one token id.")
         requests = parallel_samples(
             self._next_id, ids, max_new_tokens, samplings,
-            stop_ids=stop, on_token=on_token, arrival=self.clock.arrival(arrival),
+            stop_ids=stop, on_token=callbacks(on_token, len(samplings)),
+            arrival=self.clock.arrival(arrival),
         )  # fmt: skip
         if max_new_tokens:  # all have one prompt, so one check is enough
             self.scheduler.check(requests[0], len(requests))
@@ -161,8 +166,13 @@ class Engine:
     def abort(self, request_id: int) -> None:
         """End a request now, with the tokens it has; its Completion comes with the next `step`.
 
-        ValueError if it is over.
+        ValueError if it is over. RuntimeError in the middle of a step, that is, in `on_token`.
         """
+        if self._recovery.guarding:
+            raise RuntimeError(
+                "abort was called in on_token, in the middle of a step; return True there to end "
+                "the answer, or abort between two steps."
+            )
         request = self._requests.get(request_id)
         if request is None or request.finish_reason:
             raise ValueError(
@@ -211,7 +221,7 @@ class Engine:
         with self._recovery.guard():
             start = self.clock.now()
             self._propose()
-            plan = self.scheduler.schedule()
+            plan = self.scheduler.schedule(start)
             if plan.work:
                 logits, best, hidden = self._computed(plan)
                 self.clock.passed(*plan.counts)
@@ -305,6 +315,8 @@ class Engine:
                 request.deliver()
             except Exception:
                 _log.exception("Request %d: a token could not be delivered.", request.id)
+            if request.stopped:
+                request.finish_reason = "stop"
             request.all_delivered = True
 
     def _hand_out(self) -> list[Completion]:

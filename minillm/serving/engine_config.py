@@ -13,7 +13,8 @@ class EngineConfig:
     `costs.kv_cache_bytes(config, 1, n_blocks * block_size, dtype)` bytes. kv_dtype "int8" or "int4"
     (`minillm.quantization.kv_cache`) adds scales: 2 or 4 bytes for each token, layer and head, for
     keys and for values.
-    max_seqs: requests running at once. max_waiting: requests in the queue, or None for no limit.
+    max_seqs: requests running at once. max_waiting: requests that may wait while all places are
+    taken, or None for no limit.
     max_batch_tokens: tokens computed in one step, prompts included. A larger value gives more
     throughput, a smaller one shorter pauses for requests that decode.
     policy "static" is the baseline: a batch starts when the last one is over, and its answers come

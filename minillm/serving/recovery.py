@@ -20,6 +20,7 @@ class Recovery:
 
     def __init__(self, restore: Callable[[], None]):
         self._restore, self._in_order = restore, True
+        self.guarding = False  # within a guarded block
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -30,11 +31,14 @@ class Recovery:
         if not self._in_order:
             self.restore()
         self._in_order = False
+        outer, self.guarding = self.guarding, True
         try:
             yield
         except BaseException:
             self.restore()
             raise
+        finally:
+            self.guarding = outer
         self._in_order = True
 
     def restore(self) -> None:

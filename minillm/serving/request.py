@@ -8,7 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 from minillm.blocks import BlockTable
-from minillm.tools.checks import check_token
+from minillm.tools.checks import brief, check_token
+
+OnToken = Callable[[int], bool | None]
+"""Called with each token of an answer; True ends it there."""
 
 
 @dataclass(eq=False)
@@ -26,7 +29,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     sampling: Any = None
     parent: "Request | None" = None  # compute its prompt first, then share it: parallel samples
-    on_token: Callable[[int], None] | None = None
+    on_token: OnToken | None = None
     uniforms: array = field(default_factory=lambda: array("d"))  # one in [0, 1) for each new token
     arrival: float = 0.0
     times: list[float] = field(default_factory=list)  # when each token was produced
@@ -38,7 +41,8 @@ class Request:
     table: BlockTable = field(default_factory=BlockTable)
     draft_tokens: list[int] = field(default_factory=list)  # may follow `ids`; not yet verified
     hidden: Any = None  # (C,), the hidden state that produced the newest token
-    admitted: bool = False  # has been running at least once
+    admitted_at: float = math.nan  # when it was first let in, on the same clock
+    stopped: bool = False  # `on_token` has said that this is enough
     n_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,7 +71,7 @@ class Request:
     @property
     def reached(self) -> str | None:
         """The end that the newest token has reached, "stop" or "length"; None if more follow."""
-        if self.n_produced and self.ids[-1] in self.stop_ids:
+        if self.stopped or (self.n_produced and self.ids[-1] in self.stop_ids):
             return "stop"
         return "length" if self.n_produced >= self.max_new_tokens else None
 
@@ -92,10 +96,16 @@ class Request:
         return 0
 
     def deliver(self) -> None:
-        """Call `on_token` with the tokens that it has not had yet."""
+        """Call `on_token` with the tokens that it has not had yet.
+
+        Where it returns True the answer ends: tokens after that one, right guesses, are dropped.
+        """
         while self.on_token is not None and self.n_delivered < self.n_produced:
             self.n_delivered += 1
-            self.on_token(self.ids[self.n_prompt + self.n_delivered - 1])
+            end = self.n_prompt + self.n_delivered
+            if self.on_token(self.ids[end - 1]) is True:
+                self.stopped = True
+                del self.ids[end:]
 
     def completion(self) -> "Completion":
         """What the caller gets, once the request is over."""
@@ -107,8 +117,22 @@ class Request:
             arrival=self.arrival,
             token_times=[moment - self.arrival for moment in self.times[: self.n_produced]],
             duration=self.ended_at - self.arrival,
+            queued=self.admitted_at - self.arrival,
             error=self.error,
         )
+
+
+def callbacks(on_token: OnToken | Sequence[OnToken | None] | None, n: int) -> list[OnToken | None]:
+    """One callback for each of n samples: the given ones, or the one that they share."""
+    given = list(on_token) if isinstance(on_token, (list, tuple)) else [on_token]
+    if not all(each is None or callable(each) for each in given):
+        raise TypeError(f"on_token is {brief(on_token)}; give a function of one token id.")
+    if len(given) not in (1, n):
+        raise ValueError(
+            f"on_token has {len(given)} functions for {n} samplings; give one for each, or one for "
+            "all."
+        )
+    return given if len(given) == n else given * n
 
 
 def parallel_samples(
@@ -118,10 +142,13 @@ def parallel_samples(
     samplings: Sequence[Any],
     *,
     stop_ids: frozenset[int],
-    on_token: Callable[[int], None] | None,
+    on_token: Sequence[OnToken | None],
     arrival: float,
 ) -> list[Request]:
-    """A request for each of `samplings`, all with one prompt, which the first one computes."""
+    """A request for each of `samplings`, all with one prompt, which the first one computes.
+
+    on_token: one for each of them.
+    """
     requests: list[Request] = []
     for i, sampling in enumerate(samplings, first_id):
         drawn = sampling is not None and not sampling.greedy
@@ -132,7 +159,7 @@ def parallel_samples(
             stop_ids=stop_ids,
             sampling=sampling,
             parent=requests[0] if requests else None,
-            on_token=on_token,
+            on_token=on_token[i - first_id],
             arrival=arrival,
         )
         if drawn:
@@ -145,9 +172,10 @@ def parallel_samples(
 class Completion:
     """What became of a request.
 
-    finish_reason: "stop" (a stop id, which is the last token), "length", or "aborted" (by `abort`,
-    or by an error). Times are in seconds from `arrival` on: `token_times` has one for each token,
-    `duration` is when the request was over.
+    finish_reason: "stop" (a stop id, which is the last token, or `on_token` returned True),
+    "length", or "aborted" (by `abort`, or by an error). Times are in seconds from `arrival` on:
+    `token_times` has one for each token, `queued` is when the request was first let in (NaN if it
+    never was), `duration` when it was over.
     """
 
     request_id: int
@@ -157,6 +185,7 @@ class Completion:
     arrival: float
     token_times: list[float]
     duration: float
+    queued: float = math.nan
     error: str | None = None
 
     @property

@@ -19,6 +19,7 @@ refuses what does not), so every request ends.
 Not here: priorities, fairness between users, swapping to CPU memory, where draft tokens come from.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -36,7 +37,8 @@ class Scheduler:
     """Admission, chunked prefill and preemption over a `BlockManager`.
 
     policy "continuous" fills free places at every step; "static" lets requests in only when none
-    is running. max_waiting: the most requests that may wait in the queue; None is no limit.
+    is running. max_waiting: the most requests that may wait while all places are taken; None is no
+    limit.
     """
 
     def __init__(
@@ -88,18 +90,23 @@ class Scheduler:
                 f"{asked} may have to be computed in one step of at most {self.max_batch_tokens}; "
                 "raise max_batch_tokens or allow chunked_prefill."
             )
-        if self.max_waiting is not None and len(self.waiting) + copies > self.max_waiting:
+        here = len(self.running) + len(self.waiting)
+        if self.max_waiting is not None and here + copies > self.max_seqs + self.max_waiting:
             raise QueueFull(
-                f"{len(self.waiting)} requests are waiting, and at most {self.max_waiting} may "
-                f"(max_waiting), so {copies} more cannot be taken; try again later."
+                f"{here} requests are here, and {self.max_seqs} may run (max_seqs) and "
+                f"{self.max_waiting} wait (max_waiting), so {copies} more cannot be taken; try "
+                "again later."
             )
 
     def submit(self, request: Request) -> None:
         """Queue a request that `check` has let pass."""
         self.waiting.append(request)
 
-    def schedule(self) -> StepPlan:
-        """Reserve the blocks of the next step and say who computes what in it."""
+    def schedule(self, now: float = 0.0) -> StepPlan:
+        """Reserve the blocks of the next step and say who computes what in it.
+
+        now: the time that requests are stamped with when they are let in first.
+        """
         step = StepDraft(self.max_batch_tokens)
         may_admit = self.policy == "continuous" or not self.running
         decoding = [r for r in self.running if r.decoding]
@@ -108,7 +115,7 @@ class Scheduler:
             self._continue(request, step)
         # 3: newcomers.
         if may_admit:
-            self._admit_all(step)
+            self._admit_all(step, now)
         # 4: draft tokens.
         for request in decoding:
             # It may have been sent back and let in again since.
@@ -130,7 +137,7 @@ class Scheduler:
                 step.add(request, n)
                 return
 
-    def _admit_all(self, step: StepDraft) -> None:
+    def _admit_all(self, step: StepDraft, now: float) -> None:
         """Let requests in while there are places, tokens and blocks.
 
         A request that was just sent back is first in the queue. It needs at least as many blocks
@@ -139,7 +146,7 @@ class Scheduler:
         """
         while (step.budget or self.policy == "static") and len(self.running) < self.max_seqs:
             request = next((r for r in self.waiting if r.parent is None), None)
-            n = None if request is None else self._admit(request, step.budget)
+            n = None if request is None else self._admit(request, step.budget, now)
             if n is None:
                 return
             if n:
@@ -160,7 +167,7 @@ class Scheduler:
         n = min(request.n_pending, budget)
         return n if self.chunked_prefill or n == request.n_pending else 0
 
-    def _admit(self, request: Request, budget: int) -> int | None:
+    def _admit(self, request: Request, budget: int, now: float) -> int | None:
         """Let a waiting request in, if there are blocks for all that it has to compute.
 
         Returns its tokens for this step, or None if it has to wait. A static batch is full from
@@ -172,10 +179,10 @@ class Scheduler:
         if no_room or (not n and self.policy == "continuous"):
             self.manager.release(table)
             return None
-        if not request.admitted:
+        if math.isnan(request.admitted_at):
             self.query_tokens += len(request.ids)
             self.hit_tokens += table.n_tokens
-        request.admitted = True
+            request.admitted_at = now
         # Nothing has to be copied: a prefix from the cache ends with a full block.
         self.manager.reserve(table, n)
         self.waiting.remove(request)
@@ -199,7 +206,7 @@ class Scheduler:
             request.parent = None
             if len(self.running) < self.max_seqs:
                 request.table = self.manager.fork(parent.table)
-                request.admitted = True
+                request.admitted_at = parent.admitted_at
                 self.waiting.remove(request)
                 self.running.append(request)
                 started.append(request)
