@@ -77,10 +77,6 @@ class Binary:
         found = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", self.ttgir)
         return min(map(int, found), default=0)
 
-    def waits(self) -> int:
-        """Copies that may still be in flight while a tile is worked on; 0 waits for all."""
-        return max(map(int, re.findall(r"async_wait.*?num = (\d+)", self.ttgir)), default=0)
-
     def ahead(self) -> list[int]:
         """For each loop that multiplies, the copies that may be in flight during its products.
 

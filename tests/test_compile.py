@@ -7,6 +7,7 @@ the H100. What is compiled is what the package would launch.
 
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,12 +34,18 @@ KERNELS = ("forward", "dkv", "dq", *ROWS)
 
 
 def launch(
-    name: str, dtype: torch.dtype, D: int, *, causal: bool = True, T: int = 512, S: int = 512
-) -> Launch:
-    """The call of that kernel for a batch of 2 with 4 query heads on 2.
+    name: str, dtype: torch.dtype, D: int, capability: int = 90, *,
+    causal: bool = True, T: int = 512, S: int = 512,
+) -> Launch:  # fmt: skip
+    """The call of that kernel for a batch of 2 with 4 query heads on 2, as on such a chip.
 
     For decode, T and the heads are those in `ROWS`.
     """
+    with mock.patch.object(tuning, "is_hopper", lambda _: capability >= 90):
+        return call(name, dtype, D, causal, T, S)
+
+
+def call(name: str, dtype: torch.dtype, D: int, causal: bool, T: int, S: int) -> Launch:
 
     def tensors(T: int, H: int, K: int) -> list[torch.Tensor]:
         shapes = ((2, T, H, D), (2, S, K, D), (2, S, K, D))
@@ -60,8 +67,6 @@ def launch(
 
 
 def fits(call: Launch, capability: int, *, spilled_bytes: int = SPILL_ALLOWED) -> Binary:
-    if capability < 90 and "DESCRIPTORS" in call.arguments:
-        call.arguments["DESCRIPTORS"] = False  # as the package chooses on such a chip
     binary = compile_for(call, capability)
     assert binary.shared_bytes <= SHARED_LIMIT[capability]
     assert binary.spilled_bytes <= spilled_bytes, (
@@ -83,14 +88,14 @@ def matrix_instructions(binary: Binary) -> set[str]:
     ids=str,
 )
 def test_defaults(dtype, D, name, capability):
-    binary = fits(launch(name, dtype, D), capability)
+    binary = fits(launch(name, dtype, D, capability), capability)
     if dtype == FP32:  # exact: no matrix instruction takes float32 without rounding it to TF32
         assert not matrix_instructions(binary) and "tf32" not in binary.ptx
         assert "fma.rn.f32" in binary.ptx
         return
     assert f".{'bf16' if dtype == BF16 else 'f16'}" in binary.ptx
     possible = {"wgmma.mma_async", "mma.sync"} if capability == 90 else {"mma.sync"}
-    if capability == 90 and (name == "forward" or (name == "dkv" and D <= 128)):
+    if capability == 90 and name not in ROWS and (name, D) != ("dkv", 256):
         possible = {"wgmma.mma_async"}  # the tiles have enough rows for a warp group
     assert matrix_instructions(binary) & possible
 
@@ -109,7 +114,7 @@ def test_without_a_mask_and_odd_sizes(name, changes):
 @pytest.mark.parametrize("capability", SHARED_LIMIT)
 @pytest.mark.parametrize(("dtype", "D"), [(FP32, 128), (BF16, 16), (BF16, 96), (FP16, 256)])
 def test_delta_and_merge(monkeypatch, dtype, D, capability):
-    fits(launch("delta", dtype, D), capability)
+    fits(launch("delta", dtype, D, capability), capability)
     for n_parts in (1, 8, flash_decode._MAX_PARTS):
         monkeypatch.setattr(flash_decode, "_CPU_PARTS", n_parts)
         call = launch("merge", dtype, D, S=64 * flash_decode._MAX_PARTS)
@@ -126,10 +131,11 @@ LISTS = {
 
 def listed() -> list[Any]:
     return [
-        (name, D, i)
+        (name, D, capability, i)
         for name, choose in LISTS.items()
         for D in (64, 128, 256)
-        for i in range(len(choose(D, BF16)))
+        for capability in SHARED_LIMIT
+        for i in range(len(choose(D, BF16, capability >= 90)))
     ]
 
 
@@ -140,36 +146,31 @@ def with_config(call: Launch, config: triton.Config) -> Launch:
     return call
 
 
-@pytest.mark.parametrize("capability", SHARED_LIMIT)
-@pytest.mark.parametrize(("name", "D", "i"), listed())
-def test_every_configuration_that_may_be_chosen(name, D, i, capability):
-    """Fast on paper: nothing is computed twice, and the next keys are loaded meanwhile."""
-    config = LISTS[name](D, BF16)[i]
-    call = with_config(launch(name, BF16, D), config)
-    pointers = name != "forward" or capability < 90
-    binary = fits(call, capability)
+@pytest.mark.parametrize(("name", "D", "capability", "i"), listed())
+def test_every_configuration_that_may_be_chosen(name, D, capability, i):
+    """Fast on paper: nothing is computed twice, and every loop loads while it multiplies."""
+    config = LISTS[name](D, BF16, capability >= 90)[i]
+    binary = fits(with_config(launch(name, BF16, D, capability), config), capability)
     assert matrix_instructions(binary)
     assert not binary.computed_twice()
-    if D > 128 and name != "forward":
-        return  # tiles too small for Hopper's instruction, and little memory for a pipeline
-    # On Ampere a tile moves on into registers, so one buffer can take the next tile meanwhile.
-    assert binary.buffers() >= (2 if capability == 90 or config.num_stages > 2 else 1)
-    if pointers and config.num_stages > 2:
-        assert binary.waits() > 0
+    assert len(binary.ahead()) == 2 and all(binary.ahead())  # with a mask and without
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("name", ["forward", "dq"])
+def test_by_pointers(name, D):
+    """The default without the copy engine, for inputs that are not aligned."""
+    by_engine = launch(name, BF16, D)
+    by_pointers = with_config(launch(name, BF16, D), tuning.by_pointers(LISTS[name](D, BF16)[0]))
+    by_engine, by_pointers = fits(by_engine, 90), fits(by_pointers, 90)
+    assert "cp.async.bulk.tensor" in by_engine.ptx
+    assert "cp.async.bulk.tensor" not in by_pointers.ptx
+    assert by_engine.registers <= by_pointers.registers
+    assert all(by_pointers.ahead()) and not by_pointers.computed_twice()
 
 
 @pytest.mark.parametrize("D", [64, 128])
-def test_by_pointers_and_specialized(D):
-    """Loading without the copy engine, and the specialized configurations."""
-    for config in tuning.forward_configs(D, BF16):
-        call = with_config(launch("forward", BF16, D), config)
-        by_engine = fits(call, 90)
-        assert "cp.async.bulk.tensor" in by_engine.ptx
-        call.arguments["DESCRIPTORS"] = False
-        by_pointers = fits(call, 90)
-        assert "cp.async.bulk.tensor" not in by_pointers.ptx
-        assert by_engine.registers <= by_pointers.registers
-        assert by_pointers.buffers() >= 2 and not by_pointers.computed_twice()
+def test_specialized(D):
     for config in tuning.specialized_configs(D):
         binary = fits(with_config(launch("forward", BF16, D), config), 90)
         assert "ttg.warp_specialize(" in binary.ttgir and not binary.computed_twice()
@@ -179,8 +180,8 @@ def test_by_pointers_and_specialized(D):
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("name", ROWS)
 def test_decode_loads_ahead(name, D, capability):
-    binary = fits(launch(name, BF16, D), capability)
-    assert binary.buffers() >= 2 and binary.waits() > 0 and not binary.computed_twice()
+    binary = fits(launch(name, BF16, D, capability), capability)
+    assert binary.buffers() >= 2 and all(binary.ahead()) and not binary.computed_twice()
 
 
 def test_lengths_need_no_new_kernel():
@@ -201,11 +202,11 @@ def test_the_tuner_knows_its_keys():
         ("dq", flash_backward.dq_kernel),
     ):
         choose = LISTS[name]
-        tuner, other = (tuning.tuner(kernel, choose, D, BF16) for D in (64, 128))
-        assert tuner is tuning.tuner(kernel, choose, 64, BF16) is not other
+        tuner, other = (tuning.tuner(kernel, choose, D, BF16, True) for D in (64, 128))
+        assert tuner is tuning.tuner(kernel, choose, 64, BF16, True) is not other
         assert tuner.fn is kernel and tuner.cache_results
         assert {"LENGTH", "CAUSAL"} <= set(tuner.keys) <= set(kernel.arg_names)
-        assert ("DESCRIPTORS" in tuner.keys) == (name == "forward")
+        assert ("DESCRIPTORS" in tuner.keys) == (name != "dkv")
         assert [str(c) for c in tuner.configs] == [str(c) for c in choose(64, BF16)]
 
 
@@ -219,14 +220,19 @@ def rounding_kernel(X, OUT):
 
 def test_what_is_wrong_would_be_seen():
     """If these did not fail, the tests above could not either."""
-    call = launch("dq", BF16, 64)
-    call.options = {"num_warps": 1, "num_stages": 1}
+    call = with_config(
+        launch("dq", BF16, 64, 80),
+        triton.Config({"BLOCK_T": 64, "BLOCK_S": 32}, num_warps=1, num_stages=1),
+    )
     crowded = compile_for(call, 80)
     assert crowded.spilled_bytes > SPILL_ALLOWED
-    assert not crowded.buffers() and not crowded.waits()
-    call = launch("dq", BF16, 128)  # 64 rows of queries are too few for two groups of warps
-    call.options = {"num_warps": 8, "num_stages": 2}
-    assert compile_for(call, 90).computed_twice()
+    assert not crowded.buffers() and crowded.ahead() == [0, 0]
+    # 64 rows of queries are too few for two groups of warps.
+    config = triton.Config({"BLOCK_T": 64, "BLOCK_S": 64}, num_warps=8, num_stages=3)
+    assert compile_for(with_config(launch("dq", BF16, 128), config), 90).computed_twice()
+    # Two stages: the next tile is asked for at the end of the loop and waited for at its top.
+    config = triton.Config({"BLOCK_T": 32, "BLOCK_S": 128}, num_warps=8, num_stages=2)
+    assert compile_for(with_config(launch("dkv", BF16, 64), config), 90).ahead() == [0, 0]
     x = torch.empty(32, 32, device="meta")
     call = Launch(rounding_kernel, {"X": x, "OUT": x}, {"num_warps": 4})
     for capability in SHARED_LIMIT:

@@ -87,13 +87,14 @@ def output(*arguments: Any) -> Tensor:
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, scale: float,
+    place: Callable[[Tensor], Tensor] = framed,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """With an output and a log-sum-exp from float64, to test the backward kernels alone."""
     out = formula(*double(q, k, v), causal, scale).to(q.dtype)
     lse = log_sum_exp(q, k, causal, scale).float().contiguous()
     with guarded():
-        tensors = (framed(x) for x in (grad, q, k, v, out))
+        tensors = (place(x) for x in (grad, q, k, v, out))
         return flash_backward.flash_backward(*tensors, lse, causal, scale)
 
 
@@ -410,6 +411,13 @@ def test_forward_with_tensor_descriptors(T, S, H, K, D, dtype, causal):
         check_output(forward, q, k, v, causal)
 
 
+@interpret
+@cases(grid([(31, 113), (70, 70), (113, 31)], (64, 80), FP16))
+def test_backward_with_tensor_descriptors(T, S, H, K, D, dtype, causal):
+    problem = (*inputs(T, S, H, K, D, B=1, dtype=dtype), causal, D**-0.5)
+    check_gradients(backward(*problem, aligned), *problem)
+
+
 def test_when_tensor_descriptors_are_used():
     """If addresses and strides are multiples of 16 bytes, in 16 bits, from Hopper on."""
     x = torch.zeros(2, 9, 3, 64, dtype=torch.float16)
@@ -419,6 +427,7 @@ def test_when_tensor_descriptors_are_used():
     shifted = torch.zeros(2 * 9 * 3 * 64 + 1, dtype=torch.float16)[1:].view(x.shape)
     narrow = torch.zeros(2, 9, 3, 66, dtype=torch.float16)[..., :64]
     assert not takes(x, shifted, x) and not takes(x, x, narrow) and not takes(narrow, x, x)
+    assert takes(x[:1].expand(2, -1, -1, -1)) and not takes(x[:, :1].expand(-1, 9, -1, -1))
     on_gpu = SimpleNamespace(
         is_cuda=True, device="cuda", itemsize=2, data_ptr=lambda: 0, stride=lambda: (64, 64, 64, 1)
     )

@@ -26,7 +26,6 @@ Decisions:
 Not yet timed on a GPU.
 """
 
-import functools
 import math
 
 import torch
@@ -35,28 +34,8 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.online_softmax import no_keys_yet, output_and_lse, softmax_step
-from minillm.kernels.tiles import load_tile, seen_keys, store_tile, which_tile
-from minillm.kernels.tuning import (
-    descriptor_memory,
-    dot_size,
-    forward_configs,
-    launch,
-    takes_descriptors,
-)
-
-
-@triton.jit
-def _load(
-    head, stride_s, s0, S,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, MASKED: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-):  # fmt: skip
-    """(BLOCK_S, BLOCK_D) from row s0 on; `head` is a tensor descriptor or a pointer."""
-    if DESCRIPTORS:
-        tile = head.load([s0, 0])
-    else:
-        tile = load_tile(head, stride_s, s0, S, D, BLOCK_S, BLOCK_D, MASKED)
-    return tile
+from minillm.kernels.tiles import describe, load_tile, seen_keys, store_tile, which_tile
+from minillm.kernels.tuning import dot_size, forward_configs, launch, takes_descriptors
 
 
 @triton.jit
@@ -69,14 +48,14 @@ def _add_tile(
 
     last_key (BLOCK_T,): the last key that each query sees.
     """
-    k_tile = _load(k_head, k_stride_s, s0, S, D, BLOCK_D, BLOCK_S, MASKED, DESCRIPTORS)
+    k_tile = load_tile(k_head, k_stride_s, s0, S, D, BLOCK_S, BLOCK_D, MASKED, DESCRIPTORS)
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK_T, BLOCK_S)
     if MASKED:
         visible = s0 + tl.arange(0, BLOCK_S)[None, :] <= last_key[:, None]
         scores = tl.where(visible, scores, float("-inf"))
     # Each row sees key 0, in the first tile.
     weights, rescale, m, total = softmax_step(scores, m, total, scale_log2, False)
-    v_tile = _load(v_head, v_stride_s, s0, S, D, BLOCK_D, BLOCK_S, MASKED, DESCRIPTORS)
+    v_tile = load_tile(v_head, v_stride_s, s0, S, D, BLOCK_S, BLOCK_D, MASKED, DESCRIPTORS)
     acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision="ieee")
     return acc, m, total
 
@@ -101,10 +80,10 @@ def flash_forward_kernel(
     k_head = K + b * k_stride_b + h // G * k_stride_h
     v_head = V + b * v_stride_b + h // G * v_stride_h
     if DESCRIPTORS:
-        q_head = tl.make_tensor_descriptor(q_head, [T, D], [q_stride_t, 1], [BLOCK_T, BLOCK_D])
-        k_head = tl.make_tensor_descriptor(k_head, [S, D], [k_stride_s, 1], [BLOCK_S, BLOCK_D])
-        v_head = tl.make_tensor_descriptor(v_head, [S, D], [v_stride_s, 1], [BLOCK_S, BLOCK_D])
-    q_tile = _load(q_head, q_stride_t, t0, T, D, BLOCK_D, BLOCK_T, True, DESCRIPTORS)
+        q_head = describe(q_head, T, q_stride_t, D, BLOCK_T, BLOCK_D)
+        k_head = describe(k_head, S, k_stride_s, D, BLOCK_S, BLOCK_D)
+        v_head = describe(v_head, S, v_stride_s, D, BLOCK_S, BLOCK_D)
+    q_tile = load_tile(q_head, q_stride_t, t0, T, D, BLOCK_T, BLOCK_D, True, DESCRIPTORS)
 
     acc, m, total = no_keys_yet(BLOCK_T, BLOCK_D)
     # Keys         0 … n_full   n_full … n_keys
@@ -147,8 +126,6 @@ def flash_forward(
     sizes = (T, S, H, H // K, scale * math.log2(math.e), triton.next_power_of_2(S))
     constants = {"CAUSAL": causal, "D": D, "BLOCK_D": dot_size(D)}
     constants["DESCRIPTORS"] = takes_descriptors(q, k, v)
-    if constants["DESCRIPTORS"]:
-        triton.set_allocator(functools.partial(descriptor_memory, q.device))
     arguments = (q, k, v, out, lse, *strides, *sizes)
     launch(flash_forward_kernel, forward_configs, "BLOCK_T", q, out, arguments, constants, config)
     return out, lse

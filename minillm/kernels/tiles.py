@@ -52,20 +52,35 @@ def _addresses(base, row_stride, first, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.co
 
 
 @triton.jit
+def describe(
+    base, n_rows, row_stride, D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """The tensor descriptor of a matrix (n_rows, D), for tiles of (BLOCK_ROWS, BLOCK_D)."""
+    return tl.make_tensor_descriptor(base, [n_rows, D], [row_stride, 1], [BLOCK_ROWS, BLOCK_D])
+
+
+@triton.jit
 def load_tile(
     base, row_stride, first, n_rows,
     D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CHECK_ROWS: tl.constexpr,
+    DESCRIPTOR: tl.constexpr = False,
 ):  # fmt: skip
-    """(BLOCK_ROWS, BLOCK_D). CHECK_ROWS False: all rows exist, and no comparison is needed."""
-    addresses = _addresses(base, row_stride, first, BLOCK_ROWS, BLOCK_D)
-    columns_exist = tl.arange(0, BLOCK_D)[None, :] < D
-    if CHECK_ROWS:
-        rows_exist = tl.arange(0, BLOCK_ROWS)[:, None] < n_rows - first
-        tile = tl.load(addresses, mask=rows_exist & columns_exist, other=0.0)
-    elif BLOCK_D > D:
-        tile = tl.load(addresses, mask=columns_exist, other=0.0)
+    """(BLOCK_ROWS, BLOCK_D). CHECK_ROWS False: all rows exist, and no comparison is needed.
+
+    DESCRIPTOR: base is not a pointer but what `describe` returned, and the copy engine compares.
+    """
+    if DESCRIPTOR:
+        tile = base.load([first, 0])
     else:
-        tile = tl.load(addresses)
+        addresses = _addresses(base, row_stride, first, BLOCK_ROWS, BLOCK_D)
+        columns_exist = tl.arange(0, BLOCK_D)[None, :] < D
+        if CHECK_ROWS:
+            rows_exist = tl.arange(0, BLOCK_ROWS)[:, None] < n_rows - first
+            tile = tl.load(addresses, mask=rows_exist & columns_exist, other=0.0)
+        elif BLOCK_D > D:
+            tile = tl.load(addresses, mask=columns_exist, other=0.0)
+        else:
+            tile = tl.load(addresses)
     return tile
 
 

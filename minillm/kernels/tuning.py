@@ -1,11 +1,14 @@
 """Tile sizes, warps and stages of the attention kernels, and the launch that chooses among them.
 
 How to read an entry stands in the docstring of `minillm.kernels`. The sizes of a list fit the
-registers and the shared memory of compute capabilities 8.0 and 9.0; float32 has no exact matrix
-instruction, so its tiles are small.
+registers and the shared memory of compute capability 9.0 (hopper) or 8.0; float32 has no exact
+matrix instruction, so its tiles are small.
 Not yet timed on a GPU: a list holds what compiles without spilling registers (next to nothing, for
-the gradients) and without two groups of warps on the same tile, the one expected to be fastest
-first.
+the gradients), without two groups of warps on the same tile, and with the next tile on its way
+while one is multiplied; the one expected to be fastest first.
+
+Two stages are too few for that: the compiler copies the next tile at the end of the loop and waits
+for it at the top. With three, one tile is always on its way.
 """
 
 import functools
@@ -22,11 +25,11 @@ LONG = 1024
 With fewer, the first configuration is used.
 """
 
-Choose = Callable[[int, torch.dtype], list[triton.Config]]
-"""The configurations for a head dimension and a dtype, the default first."""
+Choose = Callable[[int, torch.dtype, bool], list[triton.Config]]
+"""The configurations for a head dimension, a dtype and Hopper or Ampere, the default first."""
 
 
-def forward_configs(d_head: int, dtype: torch.dtype) -> list[triton.Config]:
+def forward_configs(d_head: int, dtype: torch.dtype, hopper: bool = True) -> list[triton.Config]:
     """What to try for the forward kernel, the default first."""
     if dtype == torch.float32 and d_head <= 64:
         sizes = [(32, 32, 4, 2)]  # BLOCK_T, BLOCK_S, warps, stages, here and below
@@ -35,9 +38,9 @@ def forward_configs(d_head: int, dtype: torch.dtype) -> list[triton.Config]:
     elif d_head <= 64:
         sizes = [(128, 64, 4, 3), (128, 128, 8, 3), (64, 64, 4, 3)]
     elif d_head <= 128:
-        sizes = [(128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)]
+        sizes = [(128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 3)]
     else:
-        sizes = [(128, 64, 8, 2), (64, 32, 4, 2)]
+        sizes = [(128, 32, 8, 3), (64, 32, 4, 3)] if hopper else [(64, 32, 4, 3)]
     return _as_configs(sizes, SPECIALIZED=False)
 
 
@@ -50,29 +53,39 @@ def specialized_configs(d_head: int) -> list[triton.Config]:
     return _as_configs(sizes, SPECIALIZED=True)
 
 
-def dkv_configs(d_head: int, dtype: torch.dtype) -> list[triton.Config]:
-    """What to try for dK and dV, the default first."""
+def dkv_configs(d_head: int, dtype: torch.dtype, hopper: bool = True) -> list[triton.Config]:
+    """What to try for dK and dV, the default first.
+
+    With 256 dimensions dK and dV of 64 keys fill half of all registers. Eight warps would compute
+    the scores of so few keys twice with `wgmma`, so the tiles are small and use `mma.sync`.
+    """
     if dtype == torch.float32:
         sizes = [(32, 32, 8, 1)] if 32 < d_head <= 64 else [(16, 16, 4, 1)]
     elif d_head <= 64:
-        sizes = [(32, 128, 8, 2), (64, 128, 8, 2), (32, 64, 4, 2)]
+        sizes = [(64, 128, 8, 3), (32, 128, 8, 3), (32, 64, 4, 3)]
     elif d_head <= 128:
-        sizes = [(32, 128, 8, 2), (16, 128, 8, 2)]
+        sizes = [(32, 128, 8, 3), (16, 128, 8, 3)]
     else:
-        sizes = [(64, 32, 8, 2), (32, 16, 4, 2)]
+        sizes = [(64, 32, 8, 3), (32, 16, 4, 3)] if hopper else [(32, 16, 4, 3)]
     return _as_configs(sizes)
 
 
-def dq_configs(d_head: int, dtype: torch.dtype) -> list[triton.Config]:
+def dq_configs(d_head: int, dtype: torch.dtype, hopper: bool = True) -> list[triton.Config]:
     """What to try for dQ, the default first."""
     if dtype == torch.float32:
         sizes = [(32, 16, 8, 1)] if d_head <= 128 else [(16, 16, 4, 1)]
+    elif d_head <= 64 and hopper:
+        sizes = [(128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 3)]
     elif d_head <= 64:
-        sizes = [(64, 64, 4, 3), (128, 64, 8, 2), (128, 32, 4, 3)]
+        sizes = [(64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 4, 3)]
+    elif d_head <= 128 and hopper:
+        sizes = [(128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 3)]
     elif d_head <= 128:
-        sizes = [(64, 64, 4, 3), (128, 64, 8, 2), (128, 32, 8, 2)]
+        sizes = [(64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 3)]
+    elif hopper:
+        sizes = [(128, 32, 8, 3), (128, 16, 8, 3), (64, 32, 4, 3)]
     else:
-        sizes = [(32, 32, 4, 2), (64, 32, 4, 2)]
+        sizes = [(32, 32, 4, 3)]
     return _as_configs(sizes)
 
 
@@ -121,22 +134,29 @@ def dot_size(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
 
+def is_hopper(x: Tensor) -> bool:
+    """Whether x lies on a GPU of compute capability 9.0 or more; true of other devices as well."""
+    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
 def takes_descriptors(*tensors: Tensor) -> bool:
     """Whether the copy engine can read q, k and v (B, T or S, heads, D) as they lie.
 
-    From compute capability 9.0 on; addresses and strides must be multiples of 16 bytes. Only in 16
-    bits, where the matrix instruction takes the tile from the shared memory that it arrives in.
+    From compute capability 9.0 on; addresses and strides must be multiples of 16 bytes. A row that
+    is repeated (`expand`) has a stride of 0, which is no matrix to the engine. Only in 16 bits,
+    where the matrix instruction takes the tile from the shared memory that it arrives in.
     """
-    q = tensors[0]
-    if q.itemsize != 2 or (q.is_cuda and torch.cuda.get_device_capability(q.device) < (9, 0)):
+    if tensors[0].itemsize != 2 or not is_hopper(tensors[0]):
         return False
     return all(
-        x.data_ptr() % 16 == 0 and all(s * x.itemsize % 16 == 0 for s in x.stride()[:3])
+        x.data_ptr() % 16 == 0
+        and x.stride()[1] > 0
+        and all(s * x.itemsize % 16 == 0 for s in x.stride()[:3])
         for x in tensors
     )
 
 
-def descriptor_memory(
+def _descriptor_memory(
     device: torch.device, size: int, alignment: int, stream: int | None
 ) -> Tensor:
     """An allocator for Triton: each program keeps its tensor descriptors in memory from here."""
@@ -145,11 +165,11 @@ def descriptor_memory(
 
 @functools.cache
 def tuner(
-    kernel: triton.JITFunction, choose: Choose, d_head: int, dtype: torch.dtype
+    kernel: triton.JITFunction, choose: Choose, d_head: int, dtype: torch.dtype, hopper: bool
 ) -> triton.runtime.Autotuner:
     """The kernel that times all configurations once for each LENGTH, mask and way of loading."""
     keys = [key for key in ("LENGTH", "CAUSAL", "DESCRIPTORS") if key in kernel.arg_names]
-    return triton.autotune(choose(d_head, dtype), key=keys, cache_results=True)(kernel)
+    return triton.autotune(choose(d_head, dtype, hopper), key=keys, cache_results=True)(kernel)
 
 
 def launch(
@@ -167,9 +187,11 @@ def launch(
     def grid(meta: dict[str, int]) -> tuple[int]:
         return (triton.cdiv(n_rows, meta[tile]) * B * n_heads,)
 
+    if constants.get("DESCRIPTORS"):
+        triton.set_allocator(functools.partial(_descriptor_memory, q.device))
     T, D = q.shape[1], q.shape[3]
     if q.is_cuda and T >= LONG and config is None:
-        tuner(kernel, choose, D, q.dtype)[grid](*arguments, **constants)
+        tuner(kernel, choose, D, q.dtype, is_hopper(q))[grid](*arguments, **constants)
     else:
-        chosen = config or choose(D, q.dtype)[0]
+        chosen = config or choose(D, q.dtype, is_hopper(q))[0]
         kernel[grid](*arguments, **(constants | chosen.all_kwargs()))
