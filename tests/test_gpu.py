@@ -26,7 +26,7 @@ import minillm
 from minillm import Engine, EngineConfig, KVCache, Sampling, generate, quantize
 from minillm.layers import per_token
 from minillm.layers.attention import BACKENDS, attention
-from minillm.quantization.grid import pack
+from minillm.quantization.grid import pack_blocks
 from minillm.serving.cuda_graphs import graphed_step
 
 pytest.importorskip("triton", reason="needs the package triton, which exists for Linux")
@@ -267,7 +267,7 @@ def test_few_rows(N, K, M, dtype):
     w = (q.double().unflatten(1, (-1, 32)) - 8) * scale.double()[..., None]
     w = (w + zero.double()[..., None]).flatten(1)
     plain = x @ w.to(dtype).T  # as plain PyTorch does it: the weights are rounded first
-    mine = few_rows_linear(x, pack(q), scale, zero)
+    mine = few_rows_linear(x, pack_blocks(q), scale, zero)
     at_most_twice("4 bits", mine, plain, x.double() @ w.T)
 
 
