@@ -13,4 +13,4 @@ times, since machines are noisy.
                                                                gpu.py, gpu_*.py: make gpu
 """
 
-BENCHMARKS = ("decode", "prefill", "attention", "serve", "load", "quantize", "speculate")
+BENCHMARKS = ("decode", "prefill", "attention", "serve", "load", "quantize", "quality", "speculate")
