@@ -43,7 +43,7 @@ def test_the_files_own_four_bits(exam):
     model, ids, base, _ = exam
     own, _ = load(dtype="int4", device="cpu")
     assert abs(perplexity(own, ids) / base - 1) < 0.01
-    assert difference(own, prepack(model), ids).kl < 0.01
+    assert difference(own, prepack(model), ids[:1024]).kl < 0.01
 
 
 @pytest.mark.slow
