@@ -238,7 +238,7 @@ def test_copies_for_those_sent_back_are_dropped():
     first, second, third = engine.add([0] * 5, 4, [0, 1, 2])
     (other,) = engine.add([1] * 16, 1)
     assert engine.work() == [(0, 5), (3, 7)]
-    plan = engine.scheduler.schedule(0.0)
+    plan = engine.scheduler.schedule()
     assert [(w.request, len(w.tokens)) for w in plan.work] == [(first, 1), (other, 9)]
     assert plan.copies == [(plan.copies[0][0], first.table.blocks[1])]
     assert list(engine.scheduler.waiting) == [second, third] and engine.scheduler.preemptions == 2

@@ -83,9 +83,9 @@ class CheckedEngine(Engine):
         self.manager, self.memory = self.cache.manager, self.model.memory
         real = self.scheduler.schedule
 
-        def schedule(now: float) -> StepPlan:
+        def schedule() -> StepPlan:
             before, queue = list(self.scheduler.running), list(self.scheduler.waiting)
-            plan = real(now)
+            plan = real()
             self.check_plan(plan, before, queue)
             return plan
 

@@ -12,6 +12,7 @@ Not here: HTTP; several devices (`minillm.parallel.serving`); starting again aft
 """
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
@@ -221,7 +222,10 @@ class Engine:
         with self._recovery.guard():
             start = self.clock.now()
             self._propose()
-            plan = self.scheduler.schedule(start)
+            plan = self.scheduler.schedule()
+            for work in plan.work:
+                if math.isnan(work.request.admitted_at):
+                    work.request.admitted_at = start
             if plan.work:
                 logits, best, hidden = self._computed(plan)
                 self.clock.passed(*plan.counts)

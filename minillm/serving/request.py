@@ -41,7 +41,8 @@ class Request:
     table: BlockTable = field(default_factory=BlockTable)
     draft_tokens: list[int] = field(default_factory=list)  # may follow `ids`; not yet verified
     hidden: Any = None  # (C,), the hidden state that produced the newest token
-    admitted_at: float = math.nan  # when it was first let in, on the same clock
+    admitted: bool = False  # has been running at least once
+    admitted_at: float = math.nan  # when its first step began, on the engine's clock
     stopped: bool = False  # `on_token` has said that this is enough
     n_prompt: int = field(init=False)
 

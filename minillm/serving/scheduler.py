@@ -19,7 +19,6 @@ refuses what does not), so every request ends.
 Not here: priorities, fairness between users, swapping to CPU memory, where draft tokens come from.
 """
 
-import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -102,11 +101,8 @@ class Scheduler:
         """Queue a request that `check` has let pass."""
         self.waiting.append(request)
 
-    def schedule(self, now: float = 0.0) -> StepPlan:
-        """Reserve the blocks of the next step and say who computes what in it.
-
-        now: the time that requests are stamped with when they are let in first.
-        """
+    def schedule(self) -> StepPlan:
+        """Reserve the blocks of the next step and say who computes what in it."""
         step = StepDraft(self.max_batch_tokens)
         may_admit = self.policy == "continuous" or not self.running
         decoding = [r for r in self.running if r.decoding]
@@ -115,7 +111,7 @@ class Scheduler:
             self._continue(request, step)
         # 3: newcomers.
         if may_admit:
-            self._admit_all(step, now)
+            self._admit_all(step)
         # 4: draft tokens.
         for request in decoding:
             # It may have been sent back and let in again since.
@@ -137,7 +133,7 @@ class Scheduler:
                 step.add(request, n)
                 return
 
-    def _admit_all(self, step: StepDraft, now: float) -> None:
+    def _admit_all(self, step: StepDraft) -> None:
         """Let requests in while there are places, tokens and blocks.
 
         A request that was just sent back is first in the queue. It needs at least as many blocks
@@ -146,7 +142,7 @@ class Scheduler:
         """
         while (step.budget or self.policy == "static") and len(self.running) < self.max_seqs:
             request = next((r for r in self.waiting if r.parent is None), None)
-            n = None if request is None else self._admit(request, step.budget, now)
+            n = None if request is None else self._admit(request, step.budget)
             if n is None:
                 return
             if n:
@@ -167,7 +163,7 @@ class Scheduler:
         n = min(request.n_pending, budget)
         return n if self.chunked_prefill or n == request.n_pending else 0
 
-    def _admit(self, request: Request, budget: int, now: float) -> int | None:
+    def _admit(self, request: Request, budget: int) -> int | None:
         """Let a waiting request in, if there are blocks for all that it has to compute.
 
         Returns its tokens for this step, or None if it has to wait. A static batch is full from
@@ -179,10 +175,10 @@ class Scheduler:
         if no_room or (not n and self.policy == "continuous"):
             self.manager.release(table)
             return None
-        if math.isnan(request.admitted_at):
+        if not request.admitted:
             self.query_tokens += len(request.ids)
             self.hit_tokens += table.n_tokens
-            request.admitted_at = now
+        request.admitted = True
         # Nothing has to be copied: a prefix from the cache ends with a full block.
         self.manager.reserve(table, n)
         self.waiting.remove(request)
@@ -206,7 +202,7 @@ class Scheduler:
             request.parent = None
             if len(self.running) < self.max_seqs:
                 request.table = self.manager.fork(parent.table)
-                request.admitted_at = parent.admitted_at
+                request.admitted, request.admitted_at = True, parent.admitted_at
                 self.waiting.remove(request)
                 self.running.append(request)
                 started.append(request)
