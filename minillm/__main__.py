@@ -168,11 +168,15 @@ def _chat(options: argparse.Namespace) -> None:
         # The whole conversation is read again for every question.
         asked = {"role": "user", "content": question}
         room = model.config.max_seq_len - options.max_new_tokens
-        alone = len(tokenizer.chat([asked]))
-        if alone > room:
-            print(f"(This alone is {alone} tokens, and there is room for {room}; ask again.)")
-            continue
-        messages, ids = _fitting([*messages, asked], tokenizer, room)
+        talk = [*messages, asked]
+        ids = tokenizer.chat(talk)  # starts a process for the template: once, if it fits
+        if len(ids) > room:
+            alone = len(tokenizer.chat([asked]))
+            if alone > room:
+                print(f"(This alone is {alone} tokens, and there is room for {room}; ask again.)")
+                continue
+            talk, ids = _fitting(talk, tokenizer, room)
+        messages = talk
         new, _ = _stream(model, tokenizer, ids, options)
         answer = [i for i in new if i not in tokenizer.stop_ids]
         messages.append({"role": "assistant", "content": tokenizer.decode(answer)})

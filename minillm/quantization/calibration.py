@@ -62,7 +62,7 @@ def collect(
     calibration: a batch of token ids (B, T), or several. Raises ValueError if there is none, and
     for inputs that are not finite.
     """
-    with _watched(model, "", moments) as found:
+    with _watched(model, "", moments=moments) as found:
         for tokens in _batches(model, calibration):
             model.hidden(tokens)
     return found
@@ -76,7 +76,6 @@ def layer_by_layer(
     module: Callable[[str, Linear, Inputs], nn.Module],
     *,
     sequential: bool,
-    moments: bool = True,
     progress: bool = False,
 ) -> None:
     """Put `module(name, linear, inputs)` in the place of every Linear in the layers of `small`.
@@ -95,7 +94,7 @@ def layer_by_layer(
     xs = [small_x if sequential else x for (x, _), (small_x, _) in streams]  # (B, T, C) each
     layers = tqdm(model.layers, desc="layers", mininterval=1, disable=not progress)
     for i, layer in enumerate(layers):
-        with _watched(layer, f"layers.{i}.", moments) as found:
+        with _watched(layer, f"layers.{i}.", moments=True) as found:
             outputs = [
                 layer(x.to(model.dtype), i, rope, NoCache())
                 for x, (rope, _) in zip(xs, ropes, strict=True)
@@ -112,7 +111,7 @@ def layer_by_layer(
 
 
 @contextmanager
-def _watched(part: nn.Module, prefix: str, moments: bool) -> Iterator[dict[str, Inputs]]:
+def _watched(part: nn.Module, prefix: str, *, moments: bool) -> Iterator[dict[str, Inputs]]:
     """Statistics, by prefix + name, of what the matrices of `part` are given meanwhile.
 
     ValueError at the end for inputs that are not finite.

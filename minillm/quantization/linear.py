@@ -145,7 +145,7 @@ class Int8Linear(QuantizedLinear):
         return self.in_16_bits(x)
 
     def in_16_bits(self, x: Tensor) -> Tensor:
-        """The product with a bfloat16 copy of the matrix, made for this call."""
+        """The product with a copy of the matrix in floats, made for this call."""
         return bfloat16_linear(x, self.weight) * self.scale
 
 

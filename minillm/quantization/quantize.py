@@ -21,6 +21,7 @@ Norms, an untied embedding and the activations stay in bfloat16.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -101,9 +102,7 @@ def quantize(model: Decoder, scheme: str, **options: Any) -> Decoder:
 
 
 def _layer_by_layer(model: Decoder, given: Options) -> Decoder:
-    def module(name: str, linear: Linear, inputs: Inputs | None) -> QuantizedLinear:
-        return _module("gptq", given, name, linear, inputs)
-
+    module = partial(_module, "gptq", given)  # (name, linear, inputs)
     for name, linear in model.layers.named_modules(prefix="layers"):
         if isinstance(linear, Linear):
             check_groups(name, linear.weight, given.group_size)  # before hours of calibration

@@ -12,7 +12,6 @@ Not here: HTTP; several devices (`minillm.parallel.serving`); starting again aft
 """
 
 import logging
-import math
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
@@ -28,13 +27,7 @@ from minillm.serving.engine_config import EngineConfig
 from minillm.serving.model_runner import draw_tokens, forward
 from minillm.serving.proposals import Proposals, Proposer
 from minillm.serving.recovery import Recovery, restarted
-from minillm.serving.request import (
-    Completion,
-    OnToken,
-    Request,
-    callbacks,
-    parallel_samples,
-)
+from minillm.serving.request import Completion, OnToken, Request, parallel_samples
 from minillm.serving.scheduler import Scheduler
 from minillm.serving.step_plan import StepPlan
 from minillm.serving.timeline import Clock, Stats
@@ -144,8 +137,7 @@ class Engine:
             check_sampling(sampling)
         requests = parallel_samples(
             self._next_id, ids, max_new_tokens, samplings,
-            stop_ids=stop, on_token=callbacks(on_token, len(samplings)),
-            arrival=self.clock.arrival(arrival),
+            stop_ids=stop, on_token=on_token, arrival=self.clock.arrival(arrival),
         )  # fmt: skip
         if max_new_tokens:  # all have one prompt, so one check is enough
             self.scheduler.check(requests[0], len(requests))
@@ -223,10 +215,8 @@ class Engine:
             start = self.clock.now()
             self._propose()
             plan = self.scheduler.schedule()
-            for work in plan.work:
-                if math.isnan(work.request.admitted_at):
-                    work.request.admitted_at = start
             if plan.work:
+                plan.begin(start)
                 logits, best, hidden = self._computed(plan)
                 self.clock.passed(*plan.counts)
                 self.stats.record(plan, self.scheduler, start, self.clock.now())

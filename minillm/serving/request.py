@@ -123,7 +123,7 @@ class Request:
         )
 
 
-def callbacks(on_token: OnToken | Sequence[OnToken | None] | None, n: int) -> list[OnToken | None]:
+def _callbacks(on_token: OnToken | Sequence[OnToken | None] | None, n: int) -> list[OnToken | None]:
     """One callback for each of n samples: the given ones, or the one that they share."""
     given = list(on_token) if isinstance(on_token, (list, tuple)) else [on_token]
     if not all(each is None or callable(each) for each in given):
@@ -143,13 +143,14 @@ def parallel_samples(
     samplings: Sequence[Any],
     *,
     stop_ids: frozenset[int],
-    on_token: Sequence[OnToken | None],
+    on_token: OnToken | Sequence[OnToken | None] | None,
     arrival: float,
 ) -> list[Request]:
     """A request for each of `samplings`, all with one prompt, which the first one computes.
 
-    on_token: one for each of them.
+    on_token: one for each of them, or one for all.
     """
+    heard = _callbacks(on_token, len(samplings))
     requests: list[Request] = []
     for i, sampling in enumerate(samplings, first_id):
         drawn = sampling is not None and not sampling.greedy
@@ -160,7 +161,7 @@ def parallel_samples(
             stop_ids=stop_ids,
             sampling=sampling,
             parent=requests[0] if requests else None,
-            on_token=on_token[i - first_id],
+            on_token=heard[i - first_id],
             arrival=arrival,
         )
         if drawn:

@@ -1,5 +1,6 @@
 """What one step holds: who computes which tokens, and whose logits are wanted. No tensors."""
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -40,6 +41,12 @@ class StepPlan:
     def items(self) -> list[Item]:
         """The work without its requests."""
         return [Item(work.request.table, work.tokens, len(work.rows)) for work in self.work]
+
+    def begin(self, now: float) -> None:
+        """Stamp the requests that take part in a step for the first time."""
+        for work in self.work:
+            if math.isnan(work.request.admitted_at):
+                work.request.admitted_at = now
 
     @property
     def counts(self) -> tuple[int, int, int]:
