@@ -384,7 +384,7 @@ def test_make_gpu_needs_neither_a_network_nor_an_environment(kind, tmp_path):
     python.chmod(0o755)
     if kind == ".venv":
         (tmp_path / ".venv" / "ready").touch()
-    command = ["make", "gpu", f"PYTHON={tmp_path / 'python3'}", "MINUTES=3"]
+    command = ["make", "--no-print-directory", "gpu", f"PYTHON={tmp_path / 'python3'}", "MINUTES=3"]
     out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     ran = out.strip().splitlines()[-1]
     assert ran.endswith("python3: -m minillm.bench gpu --minutes 3") or kind == ".venv"

@@ -7,10 +7,12 @@ device "meta", whose tensors have shapes and no numbers.
 import ast
 import json
 import math
+import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
+from types import ModuleType
 
 import pytest
 import torch
@@ -212,7 +214,8 @@ def a_lesson(folder: Path, *sources: str) -> Path:
 def test_a_lesson_runs_as_a_script(tmp_path, monkeypatch, capsys):
     """Where nbclient is missing: functions have their source, tables are printed."""
     monkeypatch.setattr(gpu_lessons.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(gpu_lessons.sys, "modules", dict(gpu_lessons.sys.modules))
+    for name in ("IPython", "IPython.display"):  # put back what was there, loaded or not
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
     first = (
         "import inspect\nfrom IPython.display import Markdown, display\n\ndef f():\n    return 5;"
     )
