@@ -20,6 +20,8 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # Let the kernel be the one of .venv, whatever else is installed for the user.
 export JUPYTER_PREFER_ENV_PATH := 1
+# What the lessons' own exercises keep: a reader's folder notebooks/mine/ is left as it is.
+lessons test: export MINILLM_MINE ?= $(CURDIR)/build/mine
 # Compiled kernels are kept beside the project, so that a second run need not compile them again.
 export TRITON_CACHE_DIR := $(CURDIR)/build/triton
 

@@ -1,4 +1,4 @@
-"""The command line: python -m minillm generate | chat | count | fetch | bench."""
+"""The command line: python -m minillm generate | chat | count | fetch | mine | bench."""
 
 import argparse
 import sys
@@ -20,7 +20,7 @@ def _parser() -> argparse.ArgumentParser:
         description="LLM inference, from first principles to the hardware limit.",
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="generate|chat|count|fetch|bench"
+        dest="command", required=True, metavar="generate|chat|count|fetch|mine|bench"
     )
     model = argparse.ArgumentParser(add_help=False)
     model.add_argument(
@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--gpu", default="h100", help="a hardware preset")
 
     commands.add_parser("fetch", help="download the default checkpoint into the cache folder")
+    commands.add_parser("mine", help="the parts that you built in the lessons, checked again")
     bench_command.add_arguments(commands.add_parser("bench", help="run benchmarks"))
     return parser
 
@@ -65,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     commands = {
         "generate": _generate, "chat": _chat, "count": _count, "fetch": _fetch,
-        "bench": bench_command.run,
+        "mine": _mine, "bench": bench_command.run,
     }  # fmt: skip
     return run(lambda: commands[options.command](options))
 
@@ -204,6 +205,12 @@ def _count(options: argparse.Namespace) -> None:
 
     config, hardware = ModelConfig.preset(options.preset), Hardware.preset(options.gpu)
     print(card(config, hardware, options.batch, options.seq, options.dtype))
+
+
+def _mine(options: argparse.Namespace) -> int:
+    from minillm.mine.kept import report
+
+    return report()
 
 
 def _fetch(options: argparse.Namespace) -> None:

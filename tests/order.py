@@ -39,7 +39,7 @@ ROOMS: tuple[str | tuple[str, tuple[str, ...]], ...] = (
             "special_tokens", "tokenizer_files", "default", "loading",
         ),
     ),
-    ("speculation", ("drafters", "medusa", "medusa_heads", "speculative")),
+    ("speculation", ("formulas", "drafters", "medusa", "medusa_heads", "speculative")),
     (
         "serving",
         (
@@ -60,10 +60,12 @@ ROOMS: tuple[str | tuple[str, tuple[str, ...]], ...] = (
         "bench",
         (
             "recording", "models", "peers", "decode", "prefill", "attention", "serve_gpu", "serve",
-            "load", "quantize", "quality", "speculate", "gpu", "gpu_tests", "gpu_kernels",
-            "gpu_decode", "gpu_model", "gpu_lessons", "gpu_second", "tables", "command", "__main__",
+            "load", "quantize", "quality", "distill", "speculate", "gpu", "gpu_tests",
+            "gpu_kernels", "gpu_decode", "gpu_model", "gpu_lessons", "gpu_second", "tables",
+            "command", "__main__",
         ),
     ),
+    ("mine", ("source", "checks", "parts", "kept")),
     "__main__",
 )  # fmt: skip
 
@@ -79,8 +81,8 @@ ORDER = tuple(
 TORCH_FREE = (
     "tools.checks", "tools.command_line", "tools.folders", "tools.exercises", "tools.submissions",
     "tools.chat_template", "config", "hf_config", "hardware", "costs", "card", "blocks",
-    "pieces", "fragmentation", "serving.request", "serving.step_plan", "serving.scheduler",
-    "serving.timeline", "serving.metrics", "serving.virtual_time", "parallel.plan",
-    "parallel.step_time",
+    "pieces", "fragmentation", "speculation.formulas", "serving.request", "serving.step_plan",
+    "serving.scheduler", "serving.timeline", "serving.metrics", "serving.virtual_time",
+    "serving.workload", "parallel.plan", "parallel.step_time",
 )  # fmt: skip
 """What counts, decides or plans imports neither torch nor NumPy."""
