@@ -33,7 +33,7 @@ from minillm.parallel.step_time import Cluster, decode_time
 from minillm.quantization.sparsity import compress, mask_2_4
 from minillm.serving.virtual_time import VirtualClock, step_seconds
 from minillm.serving.workload import AZURE_OUTPUT, AZURE_PROMPT, draw_length
-from minillm.speculation.speculative import speedup, tokens_per_pass
+from minillm.speculation.formulas import speedup, tokens_per_pass
 
 GB, GiB = 10**9, 2**30
 

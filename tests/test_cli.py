@@ -10,8 +10,9 @@ import time
 import pytest
 import torch
 
-from minillm import Sampling
+from minillm import Hardware, ModelConfig, Sampling
 from minillm.__main__ import _fitting, _parser, _sampling, main
+from minillm.card import card
 
 
 def test_count_prints_the_card(capsys):
@@ -23,6 +24,20 @@ def test_count_prints_the_card(capsys):
     # (13.21 GB of weights that are read + 16 * 2048 * 524288 bytes of cache) / 2039 GB/s
     assert "14.91 ms" in out
     assert "                61  sequences" in out
+
+
+def test_the_card_is_numbers_whose_text_is_printed():
+    """Llama-2-7B on an A100: the numbers of the test above, and what follows from them."""
+    model, chip = ModelConfig.preset("llama-2-7b"), Hardware.preset("a100-80gb")
+    it = card(model, chip, 16, 2048, "float16")
+    assert it.n_parameters == 6_738_415_616 and it.weight_bytes == 2 * it.n_parameters
+    assert it.cache_bytes == 16 * 2048 * it.cache_bytes_per_token == 16 * 2048 * 524_288
+    assert it.decode_seconds == pytest.approx(14.91e-3, abs=5e-6)
+    assert it.tokens_per_second == 16 / it.decode_seconds and it.memory_bound
+    assert it.fits and it.largest_batch == 61 and not card(model, chip, 62, 2048, "float16").fits
+    large = card(ModelConfig.preset("llama-2-70b"), chip, 1, 2048, "float16")
+    assert not large.fits and large.chips == 2 and large.largest_batch == 0
+    assert "does not fit: the weights alone need 2 × a100-80gb" in str(large)
 
 
 def test_count_knows_what_four_bits_really_take(capsys):

@@ -13,8 +13,16 @@ from models import lively, lively_heads
 from minillm import KVCache, QuantizedKVCache, Sampling, generate, quantize, speculative_generate
 from minillm.sampling import probabilities
 from minillm.speculation.drafters import Draft, Drafter, ModelDrafter, NgramDrafter
+from minillm.speculation.formulas import (
+    acceptance,
+    draw_one,
+    overlap,
+    residual,
+    speedup,
+    tokens_per_pass,
+)
 from minillm.speculation.medusa import MedusaDrafter
-from minillm.speculation.speculative import acceptance, accepted, speedup, tokens_per_pass
+from minillm.speculation.speculative import accepted
 
 KS = pytest.mark.parametrize("k", range(1, 9))
 
@@ -253,6 +261,20 @@ def test_speedup():
     assert speedup(1.0, 4, 0.25, v=1.5) == 2.0
     for alpha in (0.0, 0.3, 0.99, 1.0):
         assert acceptance(tokens_per_pass(alpha, 3), 3) == pytest.approx(alpha, abs=1e-6)
+
+
+def test_one_guess_in_plain_numbers():
+    """What comes out is distributed as p, and as many guesses stand as p and q overlap."""
+    p, q, stream, n = [0.5, 0.3, 0.2, 0.0], [0.1, 0.2, 0.3, 0.4], random.Random(3), 20_000
+    draws = [draw_one(p, q, stream) for _ in range(n)]
+    assert residual(p, q) == pytest.approx([0.4, 0.1, 0.0, 0.0])
+    assert overlap(p, q) == pytest.approx(0.5)
+    assert sum(stood for _, _, stood in draws) / n == pytest.approx(0.5, abs=0.02)
+    for token in range(4):
+        share = sum(out == token for _, out, _ in draws) / n
+        assert share == pytest.approx(p[token], abs=0.02)
+    assert all(out == guess or not stood for guess, out, stood in draws)
+    assert all(draw_one(q, q, stream)[2] for _ in range(100)) and residual(q, q) == q
 
 
 # N-grams

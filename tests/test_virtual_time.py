@@ -28,10 +28,12 @@ def some_load(seed: int, n: int = 40) -> list[TimedRequest]:
 
 
 @pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("policy", ["continuous", "static"])
 @pytest.mark.parametrize(("places", "budget", "n_blocks"), [(8, 64, 400), (3, 16, 40), (8, 48, 12)])
-def test_the_times_are_the_real_engines(caching, places, budget, n_blocks):
+def test_the_times_are_the_real_engines(caching, policy, places, budget, n_blocks):
     """Preemptions and a crowded pool included; only the tokens differ."""
     limits = {"max_seqs": places, "max_batch_tokens": budget, "n_blocks": n_blocks}
+    limits["policy"] = policy
     config = EngineConfig(**limits, prefix_caching=caching)
     real = Engine(MODEL, config, clock=VirtualClock(LLAMA, A100))
     virtual = VirtualEngine(LLAMA, A100, **limits, prefix_caching=caching)
@@ -39,6 +41,7 @@ def test_the_times_are_the_real_engines(caching, places, budget, n_blocks):
     a, b = serve(real, load), serve(virtual, load)
     assert [c.request_id for c in a] == [c.request_id for c in b]
     assert [c.token_times for c in a] == [c.token_times for c in b]
+    assert [c.queued for c in a] == [c.queued for c in b]
     assert summarize(a) == summarize(b) and not virtual.busy
     ours, theirs = virtual.stats, real.stats
     assert list(ours.timeline) == list(theirs.timeline)
@@ -46,6 +49,24 @@ def test_the_times_are_the_real_engines(caching, places, budget, n_blocks):
     assert ours.prefix_hit_tokens == theirs.prefix_hit_tokens
     assert ours.preemptions == theirs.preemptions
     assert (n_blocks == 12) <= (ours.preemptions > 0)
+
+
+def test_whole_prompts_and_a_look_at_each_plan():
+    plans = []
+
+    def look(plan):
+        stored = sum(work.request.table.n_tokens for work in plan.work)
+        plans.append((stored, [len(work.tokens) for work in plan.work]))
+
+    engine = VirtualEngine(
+        LLAMA, A100, max_seqs=2, max_batch_tokens=8, n_blocks=9, chunked_prefill=False, on_plan=look
+    )
+    for n_prompt in (5, 6):
+        engine.submit([1] * n_prompt, 2)
+    while engine.busy:
+        engine.step()
+    # The second prompt waits until it fits whole; a plan is seen before its tokens are stored.
+    assert plans == [(0, [5]), (5, [1, 6]), (6, [1])]
 
 
 def test_the_memory_that_the_weights_leave():

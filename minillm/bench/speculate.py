@@ -31,12 +31,8 @@ from minillm.serving.engine import Engine
 from minillm.serving.engine_config import EngineConfig
 from minillm.serving.proposals import Pace, Proposals
 from minillm.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
-from minillm.speculation.speculative import (
-    SpeculativeResult,
-    acceptance,
-    speculative_generate,
-    speedup,
-)
+from minillm.speculation.formulas import acceptance, speedup
+from minillm.speculation.speculative import SpeculativeResult, speculative_generate
 from minillm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

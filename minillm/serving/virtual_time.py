@@ -9,7 +9,7 @@ load test of a 70B model on eight GPUs runs on a laptop.
 Not here: attention scores, launches, the time between steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from minillm import costs
 from minillm.blocks import BlockManager
@@ -17,6 +17,7 @@ from minillm.config import ModelConfig
 from minillm.hardware import Hardware, roofline_seconds
 from minillm.serving.request import Completion, Request
 from minillm.serving.scheduler import Scheduler
+from minillm.serving.step_plan import StepPlan
 from minillm.serving.timeline import Clock, Stats
 
 
@@ -57,8 +58,10 @@ class VirtualEngine:
 
     Every token is token 0, and a step takes `step_seconds`. When requests come and go depends on
     lengths alone, so the times are those of an `Engine` with the same limits on a `VirtualClock`.
-    n_blocks: as many as fit beside the weights into `hardware`, unless given.
-    Not here: stop ids, sampling, draft tokens, static batches.
+    n_blocks: as many as fit beside the weights into `hardware`, unless given. policy,
+    chunked_prefill: as for `Scheduler`. on_plan: called with each step's plan when its blocks are
+    reserved and nothing of it is counted yet.
+    Not here: stop ids, sampling, draft tokens.
     """
 
     def __init__(
@@ -72,13 +75,23 @@ class VirtualEngine:
         n_blocks: int | None = None,
         block_size: int = 16,
         prefix_caching: bool = False,
+        policy: str = "continuous",
+        chunked_prefill: bool = True,
+        on_plan: Callable[[StepPlan], None] | None = None,
     ):
         if n_blocks is None:
             n_blocks = costs.max_batch_size(config, block_size, hardware.memory_bytes, dtype)
         manager = BlockManager(n_blocks, block_size, prefix_caching=prefix_caching)
-        self.scheduler = Scheduler(manager, max_seqs=max_seqs, max_batch_tokens=max_batch_tokens)
+        self.scheduler = Scheduler(
+            manager,
+            max_seqs=max_seqs,
+            max_batch_tokens=max_batch_tokens,
+            policy=policy,
+            chunked_prefill=chunked_prefill,
+        )
         self.clock, self.stats = VirtualClock(config, hardware, dtype), Stats()
-        self._next_id = 0
+        self._on_plan, self._next_id = on_plan, 0
+        self._ended: list[Request] = []  # over, and not handed out yet
 
     @property
     def busy(self) -> bool:
@@ -104,11 +117,14 @@ class VirtualEngine:
         return request.id
 
     def step(self) -> list[Completion]:
-        """Let a step's time pass; returns the requests that end in it."""
-        scheduler, start, ended = self.scheduler, self.clock.now(), []
+        """Let a step's time pass; returns the requests that are over, a static batch as a whole."""
+        scheduler, start = self.scheduler, self.clock.now()
         plan = scheduler.schedule()
         if not plan.work:
             return []
+        plan.begin(start)
+        if self._on_plan is not None:
+            self._on_plan(plan)
         # What the model would do: the tokens are computed, and time passes.
         for work in plan.work:
             work.request.table.n_tokens += len(work.tokens)
@@ -123,8 +139,19 @@ class VirtualEngine:
             if request.reached:
                 request.ended_at, request.finish_reason = self.clock.now(), request.reached
                 scheduler.finish(request)
-                ended.append(request.completion())
-        return ended
+                self._ended.append(request)
+        return self._hand_out()
+
+    def _hand_out(self) -> list[Completion]:
+        """What is over; the answers of a static batch come together, as an `Engine` gives them."""
+        if self.scheduler.policy == "static":
+            if self.scheduler.running:
+                return []
+            for request in self._ended:
+                request.ended_at = self.clock.now()
+                request.times = [request.ended_at] * request.n_produced
+        ended, self._ended = self._ended, []
+        return [request.completion() for request in ended]
 
 
 def saturation_rate(

@@ -4,7 +4,7 @@ Source of the lengths: the Azure LLM inference trace 2023, conversations (Micros
 Patel et al. 2024, Splitwise, section 3); percentiles taken from all its requests.
 
 An open-loop load generator sends requests when they are due, whether or not earlier ones are
-answered, as users do: only that shows a queue growing.
+answered, as users do: only that shows a queue growing. No tensors.
 Not here: sending requests over a network.
 """
 
@@ -14,12 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count, pairwise
+from typing import TYPE_CHECKING
 
-from minillm.sampling import Sampling
-from minillm.serving.engine import Engine
 from minillm.serving.request import Completion
 from minillm.serving.virtual_time import VirtualEngine
 from minillm.tools.checks import brief
+
+if TYPE_CHECKING:
+    from minillm.sampling import Sampling
+    from minillm.serving.engine import Engine
 
 # Tokens at the percentiles 0, 1, …, 99 of the trace's 19,366 conversations.
 _PROMPT = (
@@ -100,7 +103,7 @@ class TimedRequest:
     at: float
     prompt_ids: Sequence[int]
     max_new_tokens: int
-    sampling: Sampling | None = None
+    sampling: "Sampling | None" = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.at, (int, float)) or not 0 <= self.at < math.inf:
@@ -129,10 +132,10 @@ def azure_load(
 
 
 def serve(
-    engine: Engine | VirtualEngine,
+    engine: "Engine | VirtualEngine",
     load: Sequence[TimedRequest],
     *,
-    admit: Callable[[Engine | VirtualEngine, TimedRequest], bool] | None = None,
+    admit: "Callable[[Engine | VirtualEngine, TimedRequest], bool] | None" = None,
     after: Callable[[TimedRequest, Completion], TimedRequest | None] | None = None,
 ) -> list[Completion]:
     """Send each request when it is due and step the engine until all are over.

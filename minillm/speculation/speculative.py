@@ -9,7 +9,7 @@ it is
     (1 - α^(k+1)) / ((1 - α) (c k + 1))        times as fast as decoding
 
 where a pass over k + 1 tokens takes as long as one over a single token: where reading the weights
-is what takes the time. `speedup` computes it.
+is what takes the time. `minillm.speculation.formulas.speedup` computes it.
 
 The accept rule, for a guess x drawn from q where the target's distribution is p: keep it with
 probability min(1, p(x) / q(x)); otherwise draw from the positive part of p - q instead, and stop.
@@ -30,7 +30,13 @@ from minillm.kv_cache import KVCache
 from minillm.model import Decoder
 from minillm.sampling import Sampling, check_sampling, draw, greedy, probabilities
 from minillm.speculation.drafters import Draft, Drafter, check_drafter, common_prefix_length
+from minillm.speculation.formulas import acceptance, accepts, speedup, tokens_per_pass
 from minillm.tools.checks import check_request, check_token, check_whole
+
+__all__ = [
+    "SpeculativeResult", "acceptance", "accepted", "speculative_generate", "speedup",
+    "tokens_per_pass", "verified",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -137,32 +143,9 @@ def accepted(draft: Draft, p: Tensor, stream: random.Random) -> list[int]:
         q = torch.zeros_like(p[i]) if draft.probs is None else draft.probs[i].to(p.device)
         if draft.probs is None:
             q[token] = 1.0  # a guess that nobody drew was certain
-        if stream.random() * float(q[token]) < float(p[i, token]):
+        if accepts(float(p[i, token]), float(q[token]), stream.random()):
             continue
         rest = (p[i] - q).clamp(min=0)
         rest = rest if float(rest.sum()) > 0 else p[i]  # p and q equal, up to rounding
         return draft.tokens[:i] + draw(rest[None], [stream.random()])
     return draft.tokens + draw(p[-1:], [stream.random()])
-
-
-def tokens_per_pass(alpha: float, k: int) -> float:
-    """(1 - α^(k+1)) / (1 - α): what a round of k guesses yields (Leviathan et al. 2023, eq. 1)."""
-    return k + 1 if alpha == 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
-
-
-def acceptance(per_pass: float, k: int) -> float:
-    """The α at which rounds of k guesses yield so many tokens each: `tokens_per_pass` backwards."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if tokens_per_pass(middle, k) < per_pass else (low, middle)
-    return high
-
-
-def speedup(alpha: float, k: int, c: float, v: float = 1.0) -> float:
-    """(1 - α^(k+1)) / ((1 - α)(c k + v)) (Leviathan et al. 2023, theorem 3.8, where v is 1).
-
-    alpha: the chance that a guess is accepted, if those before it were; c: a draft pass over a
-    target pass of one token; v: a target pass of k + 1 tokens over one of one token.
-    """
-    return tokens_per_pass(alpha, k) / (c * k + v)
