@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from statistics import median, median_high
 from typing import Any, TypeVar
 
@@ -224,11 +225,17 @@ def measure(device: torch.device) -> dict[str, Any]:
     }
 
 
-def cpu_name() -> str:
-    """The processor's name as reported by the system, or "CPU"."""
+def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name as reported by the system, or "CPU".
+
+    With family and model number where there are any: rented machines often say "AMD EPYC" and no
+    more, of generations whose speeds differ several times.
+    """
     try:
-        with open("/proc/cpuinfo") as f:
-            names = (line.split(":", 1)[1] for line in f if line.startswith("model name"))
-            return next(names).strip()
-    except (OSError, StopIteration):
-        return platform.processor() or "CPU"
+        lines = info.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
+    except OSError:
+        lines = []
+    first = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
+    name = first.get("model name") or platform.processor() or "CPU"
+    family, model = first.get("cpu family"), first.get("model")
+    return f"{name}, family {family} model {model}" if family and model else name

@@ -121,3 +121,12 @@ def test_measuring_this_machine(monkeypatch):
     # matrix-vector product less.
     assert roofline_seconds(measured, 1e12, 1e6, "float32") == 1e12 / measured.peak("float32")
     assert roofline_seconds(measured, 1e6, 1e12, torch.float32) == 1e12 / measured.bandwidth
+
+
+def test_the_name_of_a_processor_tells_generations_apart(tmp_path):
+    info = tmp_path / "cpuinfo"
+    first = "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n"
+    info.write_text(f"{first}\n{first.replace('17', '1')}")
+    assert cpu_name(info) == "AMD EPYC, family 25 model 17"
+    info.write_text("processor\t: 0\nBogoMIPS\t: 100.00\n")  # as on Arm
+    assert cpu_name(info) == cpu_name(tmp_path / "none") != ""
