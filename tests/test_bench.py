@@ -16,6 +16,7 @@ from minillm.bench import (
     BENCHMARKS,
     attention,
     decode,
+    distill,
     load,
     models,
     peers,
@@ -28,6 +29,7 @@ from minillm.bench import quantize as bench_quantize
 from minillm.bench import recording as recording_module
 from minillm.bench.recording import Recording
 from minillm.bench.tables import results_table
+from minillm.distillation.teacher_text import Conversation
 from minillm.measure import alternate
 from minillm.weights.build import parameter_sources
 
@@ -111,6 +113,35 @@ def test_quality(recording):
     assert found["float32, shifted"]["kl"] == pytest.approx(0, abs=1e-6)
     assert found["int4"]["bytes"] < found["int8"]["bytes"] < found["float32"]["bytes"]
     assert found["3 bits"]["perplexity"].keys() == texts.keys()
+
+
+def test_kinds_of_distillation(recording):
+    """Every kind on a tiny teacher, at equal compute, for two seeds."""
+    teacher = lively(n_layers=3)
+    pool = distill.rows_of(torch.randint(0, 97, (10 * distill.ROW + 5,)).tolist())
+    exam = [Conversation([1, 2, 3], [4, 5, 6, 7]), Conversation([5], [6, 7])]
+    size = distill.Size(layers=2, steps=3, seeds=2)
+    distill.measure_kinds(recording, teacher, {"person": pool, "teacher": pool}, exam, size)
+    document = json.loads(recording.path.read_text())
+    kinds = document["kinds"]
+    assert kinds.keys() == distill.KINDS.keys()
+    soft, text = (distill.step_flops(teacher.config, 2, soft=soft) for soft in (True, False))
+    for name, (_, options) in distill.KINDS.items():
+        of_one = text if options["text_weight"] == 1 else soft
+        assert kinds[name]["steps"] == round(3 * soft / of_one)
+        assert len(kinds[name]["kl"]) == len(kinds[name]["agreement"]) == 2
+    assert document["untrained"]["kl"] > 0
+    # The same rows and seeds, and another loss.
+    assert kinds["a person's text, soft targets"] == kinds["the teacher's text, soft targets"]
+    assert kinds["soft targets and states"]["kl"] != kinds["the teacher's text, soft targets"]["kl"]
+
+
+def test_drawn_rows():
+    """All of them before one comes again, and other ones for each seed."""
+    rows = torch.arange(5 * distill.ROW).view(5, 1, distill.ROW)
+    first, other = (distill.drawn(rows, 8, seed) for seed in (0, 1))
+    assert len(first) == 8 and len({int(row[0, 0]) for row in first[:5]}) == 5
+    assert [int(row[0, 0]) for row in first] != [int(row[0, 0]) for row in other]
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False, "qkv_bias": True}])

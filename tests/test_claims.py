@@ -355,7 +355,8 @@ def test_claim_31_soft_targets_ground_truth_and_states():
     tokens = [sampled(teacher, 24, seed) for seed in range(40)]
     exam = [i for seed in range(900, 904) for i in sampled(teacher, 24, seed)[0].tolist()]
     far = difference(make_student(teacher, 1), teacher, exam).kl
-    for options in ({"alpha": 0.0}, {"alpha": 1.0}, {"alpha": 0.5, "states": 1.0}):
+    for text_weight, states in ((0.0, 0.0), (1.0, 0.0), (0.5, 1.0)):
+        options = {"text_weight": text_weight, "states": states}
         student = make_student(teacher, 1)
         distill(teacher, student, tokens, temperature=1.0, lr=0.02, **options)
         assert difference(student, teacher, exam).kl < 0.8 * far

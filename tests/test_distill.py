@@ -38,26 +38,28 @@ def test_the_students_layers_are_the_teachers(L, n, chosen, tied):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize(("alpha", "states"), [(0.0, 0.0), (1.0, 0.0), (0.3, 0.0), (0.5, 2.0)])
-def test_the_loss_by_its_formula(alpha, states, temperature):
+@pytest.mark.parametrize(
+    ("text_weight", "states"), [(0.0, 0.0), (1.0, 0.0), (0.3, 0.0), (0.5, 2.0)]
+)
+def test_the_loss_by_its_formula(text_weight, states, temperature):
     teacher, student = lively(n_layers=3), make_student(lively(n_layers=3), 1)
     (tokens,) = batches(1)
-    loss = distillation_loss(teacher, student, alpha=alpha, temperature=temperature, states=states)(
-        tokens
-    )
+    loss = distillation_loss(
+        teacher, student, text_weight=text_weight, temperature=temperature, states=states
+    )(tokens)
     with torch.no_grad():
         z_t, z_s = (m(tokens[:, :-1]).double().flatten(0, 1) for m in (teacher, student))
         p, q = ((z / temperature).softmax(-1) for z in (z_t, z_s))
         kl = (p * (p / q).log()).sum(-1).mean()
         text = F.cross_entropy(z_s, tokens[:, 1:].flatten())
         apart = (teacher.hidden(tokens[:, :-1]) - student.hidden(tokens[:, :-1])).square().mean()
-    expected = alpha * text + (1 - alpha) * temperature**2 * kl + states * apart
+    expected = text_weight * text + (1 - text_weight) * temperature**2 * kl + states * apart
     torch.testing.assert_close(loss.double(), expected.double(), atol=1e-4, rtol=1e-4)
 
 
 def test_a_twin_has_nothing_to_learn():
     teacher = lively(n_layers=2)
-    loss = distillation_loss(teacher, make_student(teacher, 2), alpha=0.0, temperature=2.0)
+    loss = distillation_loss(teacher, make_student(teacher, 2), text_weight=0.0, temperature=2.0)
     assert abs(float(loss(batches(1)[0]))) < 1e-5
 
 
@@ -69,7 +71,7 @@ def test_the_student_comes_nearer():
     asked = {name: p.requires_grad for name, p in student.named_parameters()}
     exam = [i for row in batches(3, seed=9) for i in row.flatten().tolist()]
     far = difference(student, teacher, exam).kl
-    losses = distill(teacher, student, batches(60), alpha=0.1, temperature=2.0, lr=0.01)
+    losses = distill(teacher, student, batches(60), text_weight=0.1, temperature=2.0, lr=0.01)
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
     assert difference(student, teacher, exam).kl < 0.8 * far
     for name, p in teacher.named_parameters():
@@ -82,7 +84,7 @@ def test_resumed_equals_uninterrupted(tmp_path):
     """Also after an interrupt between two checkpoints."""
     teacher, path = lively(n_layers=3), tmp_path / "run" / "student.safetensors"
     rate = warmup_and_decay(0.01, 20)
-    options = {"alpha": 0.2, "temperature": 2.0, "lr": rate}
+    options = {"text_weight": 0.2, "temperature": 2.0, "lr": rate}
     straight = make_student(teacher, 1)
     losses = distill(teacher, straight, batches(20), **options)
 
@@ -98,7 +100,7 @@ def test_resumed_equals_uninterrupted(tmp_path):
             first := make_student(teacher, 1),
             [p for p in first.parameters() if p is not teacher.embed.weight
              and p is not teacher.head.weight],
-            broken(), distillation_loss(teacher, first, alpha=0.2, temperature=2.0),
+            broken(), distillation_loss(teacher, first, text_weight=0.2, temperature=2.0),
             lr=rate, checkpoint=path, every=5,
         )  # fmt: skip
     resumed = make_student(teacher, 1)
@@ -115,7 +117,7 @@ def test_resumed_equals_uninterrupted(tmp_path):
 
 def test_a_checkpoint_of_something_else(tmp_path):
     teacher, path = lively(n_layers=3), tmp_path / "c.safetensors"
-    options = {"alpha": 0.5, "temperature": 1.0, "lr": 0.01, "checkpoint": path}
+    options = {"text_weight": 0.5, "temperature": 1.0, "lr": 0.01, "checkpoint": path}
     distill(teacher, make_student(teacher, 1), batches(2), **options)
     with pytest.raises(ValueError, match="is a checkpoint of other parameters; give another path"):
         distill(teacher, make_student(teacher, 2), batches(2), **options)
@@ -124,7 +126,7 @@ def test_a_checkpoint_of_something_else(tmp_path):
 def test_remembered_states_are_the_teachers():
     """A batch that comes again is not computed again, and what is learned is nearly the same."""
     teacher, (first, second) = lively(n_layers=3), batches(2)
-    options = {"alpha": 0.0, "temperature": 1.0, "lr": 0.01}
+    options = {"text_weight": 0.0, "temperature": 1.0, "lr": 0.01}
     found, hidden, calls = [], teacher.hidden, 0
 
     def counted(tokens):
@@ -132,10 +134,10 @@ def test_remembered_states_are_the_teachers():
         calls += 1
         return hidden(tokens)
 
-    for remember in (False, True):
+    for known in (None, {}):
         student, calls, teacher.hidden = make_student(teacher, 1), 0, counted
         again = [first, second, first, second]
-        losses = distill(teacher, student, again, remember=remember, **options)
+        losses = distill(teacher, student, again, known=known, **options)
         found.append((calls, losses))
     assert [calls for calls, _ in found] == [4, 2]
     assert found[1][1] == pytest.approx(found[0][1], rel=0.05)
@@ -157,8 +159,9 @@ def test_autocast_trains_as_well(monkeypatch):
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bfloat16)
         student = make_student(teacher, 1)
         losses = distill(
-            teacher, student, batches(5), alpha=0.5, temperature=1.0, lr=0.01, autocast=autocast
-        )
+            teacher, student, batches(5), text_weight=0.5, temperature=1.0, lr=0.01,
+            autocast=autocast,
+        )  # fmt: skip
         assert student.dtype == torch.float32
         return losses
 
@@ -170,7 +173,7 @@ def test_autocast_trains_as_well(monkeypatch):
 def test_a_damaged_checkpoint_and_nothing_to_do(tmp_path):
     """What is refused leaves the student as it was."""
     teacher, path = lively(n_layers=3), tmp_path / "c.safetensors"
-    options = {"alpha": 0.5, "temperature": 1.0, "lr": 0.01}
+    options = {"text_weight": 0.5, "temperature": 1.0, "lr": 0.01}
     student = make_student(teacher, 1)
     assert distill(teacher, student, [], checkpoint=path, **options) == []
     assert not path.exists()
@@ -203,15 +206,17 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"is not a plain Linear but a .* already; make a student"):
         make_student(quantize(lively(d_model=32, d_ff=32), "int8"), 1)
     for options, message in (
-        ({"alpha": 1.5}, "alpha is 1.5; give a number from 0 to 1"),
+        ({"text_weight": 1.5}, "text_weight is 1.5; give a number from 0 to 1"),
         ({"temperature": 0}, "temperature is 0; give a number"),
         ({"states": math.nan}, "states is nan"),
     ):
         with pytest.raises(ValueError, match=message):
-            distill(teacher, student, [], **({"alpha": 0.5, "temperature": 1, "lr": 1} | options))
+            distill(
+                teacher, student, [], **({"text_weight": 0.5, "temperature": 1, "lr": 1} | options)
+            )
     other = Decoder(tiny_config(vocab_size=50))
     with pytest.raises(ValueError, match="student has 50 token ids and the teacher 97; both must"):
-        distill(teacher, other, [], alpha=0.5, temperature=1, lr=1)
+        distill(teacher, other, [], text_weight=0.5, temperature=1, lr=1)
     wide = Decoder(tiny_config(d_model=32))
     with pytest.raises(ValueError, match="student is 32 wide and the teacher 24; leave states"):
-        distill(teacher, wide, [], alpha=0.5, temperature=1, lr=1, states=1)
+        distill(teacher, wide, [], text_weight=0.5, temperature=1, lr=1, states=1)

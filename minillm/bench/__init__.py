@@ -13,4 +13,7 @@ times, since machines are noisy.
                                                                gpu.py, gpu_*.py: make gpu
 """
 
-BENCHMARKS = ("decode", "prefill", "attention", "serve", "load", "quantize", "quality", "speculate")
+BENCHMARKS = (
+    "decode", "prefill", "attention", "serve", "load", "quantize", "quality", "distill",
+    "speculate",
+)  # fmt: skip

@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     if options.names[:1] == ["gpu"]:
         return _run_gpu(device, options)
     # These read the default checkpoint, which a machine with a GPU may not have.
-    on_cpu = ("load", "quantize", "quality", "speculate")
+    on_cpu = ("load", "quantize", "quality", "distill", "speculate")
     chosen = [name for name in BENCHMARKS if device.type != "cuda" or name not in on_cpu]
     for name in options.names or chosen:
         path = importlib.import_module(f"minillm.bench.{name}").bench(device)

@@ -143,7 +143,7 @@ def renumbered(model: Decoder, shift: int) -> Decoder:
     return other
 
 
-class _Remembered:
+class Remembered:
     """A model that computes the logits of the same tokens only once."""
 
     def __init__(self, model: Decoder):
@@ -164,11 +164,11 @@ def measure_quality(
 
     model: what the forms are compared with.
     """
-    first, original = next(iter(texts.values())), _Remembered(model)
+    first, original = next(iter(texts.values())), Remembered(model)
     quality = recording.document.setdefault("quality", {})
     for name, make in forms.items():
         form = make()
-        judged = _Remembered(form)
+        judged = Remembered(form)
         found = difference(judged, original, first)
         quality[name] = {
             "bytes": model_bytes(form),

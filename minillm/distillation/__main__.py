@@ -6,7 +6,7 @@
 Sources: Kim and Rush 2016, section 3.2; `minillm.distillation.distill` for the loss.
 It trains a student of the default checkpoint that drafts well, or Medusa heads. The teacher writes
 the text (`distillation/teacher_text.py`), and the student learns the teacher's distributions on it
-(α is 0). Everything is kept in a folder, so that an interrupted run can resume.
+(the text's weight is 0). Everything is kept in a folder, so that an interrupted run can resume.
 """
 
 import argparse
@@ -128,13 +128,13 @@ def _train_student(options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     batches, tried = _data(teacher, tokenizer, options)
     written = time.perf_counter()
     teacher, _ = load(dtype="float32")
-    student = _new_student(teacher, options.layers)
+    student = new_student(teacher, options.layers)
     before = try_student(student, teacher, tried)
     losses = distill(
         teacher, student, _epochs(batches, options.steps, options.seed),
-        alpha=0.0, temperature=1.0, lr=warmup_and_decay(options.lr, options.steps),
+        text_weight=0.0, temperature=1.0, lr=warmup_and_decay(options.lr, options.steps),
         checkpoint=options.folder / "checkpoint.safetensors", total=options.steps,
-        autocast=True, remember=True,
+        autocast=True, known={},
     )  # fmt: skip
     trained = time.perf_counter()
     path = options.folder / "student.safetensors"
@@ -146,7 +146,7 @@ def _train_student(options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     }
 
 
-def _new_student(teacher: Decoder, n_layers: int) -> Decoder:
+def new_student(teacher: Decoder, n_layers: int) -> Decoder:
     """An untrained student: the first and the last layers learn faster than evenly spaced ones."""
     n_last = n_layers // 2
     first_of_last = len(teacher.layers) - n_last
