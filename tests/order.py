@@ -51,8 +51,8 @@ ROOMS: tuple[str | tuple[str, tuple[str, ...]], ...] = (
     (
         "parallel",
         (
-            "plan", "step_time", "collectives", "tensor", "pipeline", "loading", "serving",
-            "with_pytorch", "__main__",
+            "plan", "step_time", "ranks", "collectives", "tensor", "pipeline", "loading",
+            "serving", "with_pytorch", "__main__",
         ),
     ),
     ("distillation", ("student", "teacher_text", "distill", "__main__")),

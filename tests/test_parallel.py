@@ -25,9 +25,10 @@ from minillm import (
 from minillm.costs import decode_bytes, kv_cache_bytes, matmul_params
 from minillm.hardware import Hardware
 from minillm.parallel import serving
-from minillm.parallel.__main__ import _cause, main
+from minillm.parallel.__main__ import main
 from minillm.parallel.loading import load_tensor_parallel
 from minillm.parallel.plan import Plan, bubble_share, fitting_sizes, part
+from minillm.parallel.ranks import cause, on_ranks
 from minillm.parallel.serving import shared_engine
 from minillm.parallel.step_time import Cluster, decode_time, prefill_time
 from minillm.quantization.grid import to_int4
@@ -144,7 +145,7 @@ def test_what_only_the_ranks_can_find_out_is_one_sentence(capsys, monkeypatch):
     ],
 )
 def test_a_report_of_torchrun_becomes_a_sentence(report, said):
-    assert _cause(report).startswith(said) and "\n" not in _cause(report)
+    assert cause(report).startswith(said) and "\n" not in cause(report)
 
 
 @pytest.mark.slow
@@ -323,3 +324,22 @@ def test_refused_before_any_rank_is_asked(monkeypatch):
     pruned = sparsify(lively(d_model=32, d_ff=64, d_head=16))
     with pytest.raises(ValueError, match=r"is a SparseLinear, which cannot be cut over ranks"):
         tensor_parallel(pruned)
+
+
+def summed(by):
+    dist.init_process_group("gloo")  # noqa: F821, imported on the ranks
+    number = torch.tensor([by * (dist.get_rank() + 1)])  # noqa: F821
+    dist.all_reduce(number)  # noqa: F821
+    return {"rank": dist.get_rank(), "sum": shifted(int(number))}  # noqa: F821
+
+
+def shifted(x):
+    assert x < 1000, f"{x} is too much"
+    return x + 1
+
+
+@pytest.mark.slow
+def test_functions_on_ranks():
+    assert on_ranks(2, summed, shifted, by=10) == [{"rank": rank, "sum": 31} for rank in (0, 1)]
+    with pytest.raises(RuntimeError, match="AssertionError: 3000 is too much"):
+        on_ranks(2, summed, shifted, by=1000)

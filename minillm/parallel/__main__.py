@@ -8,12 +8,12 @@ The command starts torchrun on itself. For several machines, start torchrun on e
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 from minillm.parallel.collectives import Group, init, inside_torchrun, own_device, world_size
+from minillm.parallel.ranks import cause, torchrun
 from minillm.tools.checks import check_request, check_whole
 from minillm.tools.command_line import Parser, run
 
@@ -53,32 +53,13 @@ def _generate(options: argparse.Namespace, arguments: list[str]) -> int:
     if inside_torchrun():  # this process is one of the ranks
         _run_rank(options, size)
         return 0
-    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}"]
     done = subprocess.run(
-        [*start, "-m", "minillm.parallel", *arguments],
+        [*torchrun(size), "-m", "minillm.parallel", *arguments],
         stderr=subprocess.PIPE, text=True, errors="replace", check=False,
     )  # fmt: skip
     if done.returncode:
-        raise RuntimeError(_cause(done.stderr))
+        raise RuntimeError(cause(done.stderr))
     return 0
-
-
-def _cause(report: str) -> str:
-    """What ended the ranks, in one sentence, from all that they and torchrun have said.
-
-    A rank that knows says it as any command does, often several of them the same. One that was
-    ended from outside says nothing, and torchrun says how it ended.
-    """
-    told = re.search(r"^minillm: (.*)$", report, re.M)
-    if told:
-        # gloo and NCCL put the place in their source first.
-        return re.sub(r"^\[[^]]*\] *", "", told[1])
-    raised = re.findall(
-        r"^(?:\[rank\d+\]: ?)?(\w+(?:\.\w+)*(?:Error|Exception): .*)$", report, re.M
-    )
-    ended = re.findall(r"traceback : (Signal .*)$|exitcode +: (.*)$", report, re.M)
-    how = raised[0] if raised else next((a or b for a, b in ended), "torchrun failed")
-    return f"A rank ended before the others ({how.strip()}); look at its memory, or start again."
 
 
 def _check(options: argparse.Namespace) -> None:

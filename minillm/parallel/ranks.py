@@ -1,0 +1,72 @@
+"""Functions of a notebook on ranks of this machine, each a process of its own.
+
+A rank shares no memory with the notebook. It gets the source of the functions, calls the last of
+them, and what this returns comes back as JSON, in which the keys of a dictionary are texts.
+"""
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PREAMBLE = """import json, os, sys, time
+import torch, torch.distributed as dist, torch.nn.functional as F
+"""
+END = """
+if dist.is_initialized():
+    dist.destroy_process_group()
+"""
+
+
+def on_ranks(
+    n: int, program: Callable[..., Any], *helpers: Callable[..., Any], **given: Any
+) -> list[Any]:
+    """Start n ranks that call program(**given); returns what each returned, rank 0 first.
+
+    The functions find json, os, sys, time, torch, `dist` (torch.distributed) and `F`
+    (torch.nn.functional); what else they need they import. A rank has one thread and no GPU.
+    RuntimeError, with the cause in one sentence, if a rank fails.
+    """
+    functions = "\n\n".join(inspect.getsource(f) for f in (*helpers, program))
+    call = f"{program.__name__}(**{given!r})"
+    keep = f"json.dump({call}, open(sys.argv[1] + os.environ['RANK'], 'w'))\n"
+    alone = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "program.py")
+        script.write_text(f"{PREAMBLE}\n{functions}\n{keep}{END}", encoding="utf-8")
+        done = subprocess.run(
+            [*torchrun(n), str(script), folder + "/"], env=os.environ | alone,
+            capture_output=True, text=True, errors="replace", check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(cause(done.stderr))
+        return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(n)]
+
+
+def torchrun(n: int) -> list[str]:
+    """The command that starts n ranks on this machine; what they run follows it."""
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={n}"]
+
+
+def cause(report: str) -> str:
+    """What ended the ranks, in one sentence, from all that they and torchrun have said.
+
+    A rank that knows says it as any command does, often several of them the same. One that was
+    ended from outside says nothing, and torchrun says how it ended.
+    """
+    told = re.search(r"^minillm: (.*)$", report, re.M)
+    if told:
+        # gloo and NCCL put the place in their source first.
+        return re.sub(r"^\[[^]]*\] *", "", told[1])
+    raised = re.findall(
+        r"^(?:\[rank\d+\]: ?)?(\w+(?:\.\w+)*(?:Error|Exception): .*)$", report, re.M
+    )
+    ended = re.findall(r"traceback : (Signal .*)$|exitcode +: (.*)$", report, re.M)
+    how = raised[0] if raised else next((a or b for a, b in ended), "torchrun failed")
+    return f"A rank ended before the others ({how.strip()}); look at its memory, or start again."
