@@ -1,5 +1,6 @@
 """What a reader builds is kept in files that work alone, and never lost."""
 
+import linecache
 import math
 import random
 
@@ -12,7 +13,7 @@ from minillm.layers.attention import attention as attend_package
 from minillm.mine import kept as keeping
 from minillm.mine.kept import keep, load
 from minillm.mine.parts import PARTS
-from minillm.mine.source import NotStandalone, standalone
+from minillm.mine.source import NotStandalone, _source, standalone
 
 SCALE, CHIP = {"by": 2.0, "of": [1, 2]}, Hardware.preset("h100")
 LIVE = torch.zeros(3)
@@ -147,3 +148,12 @@ def test_without_a_name_the_folder_lies_beside_the_notebooks(tmp_path, monkeypat
 
 def test_files_and_functions_of_parts_are_told_apart():
     assert len({part.file for part in PARTS}) == len({part.names for part in PARTS}) == len(PARTS)
+
+
+def test_a_class_of_a_notebook_has_its_text():
+    """Its module is __main__, which has no file; before Python 3.13 inspect gives up there."""
+    text = "class Cell:\n    def f(self):\n        return 1\n"
+    linecache.cache["<cell>"] = (len(text), None, text.splitlines(keepends=True), "<cell>")
+    names = {"__name__": "__main__"}
+    exec(compile(text, "<cell>", "exec"), names)
+    assert _source(names["Cell"]) == text

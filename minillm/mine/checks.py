@@ -123,7 +123,7 @@ def allocator(mine: ModuleType) -> None:
             for block in table:
                 pool.share(block)
         elif kind == "leave" or len(live) > 6 or not package.n_available:
-            live.remove((table, theirs))
+            live = [each for each in live if each[0] is not table]  # forks may be equal
             for block in table:
                 pool.free(block)
             package.release(theirs)

@@ -9,6 +9,7 @@ Not here: what has no such text, a loaded model for example; that raises NotStan
 import ast
 import builtins
 import inspect
+import linecache
 import symtable
 import sys
 import textwrap
@@ -48,7 +49,7 @@ class _Program:
         if definition.__name__ in self.done:
             return
         self.done.add(definition.__name__)
-        text = textwrap.dedent(inspect.getsource(definition)).strip()
+        text = textwrap.dedent(_source(definition)).strip()
         for name in _globals_read(symtable.symtable(text, "<source>", "exec")):
             if name in self.names and name not in self.done:
                 self._value(name, self.names[name], definition.__name__)
@@ -86,6 +87,23 @@ class _Program:
         if ast.literal_eval(repr(value)) != value:
             raise ValueError("other than its text")
         return repr(value)
+
+
+def _source(definition: Any) -> str:
+    """The text of a function or class. Before Python 3.13 inspect finds no class of a notebook."""
+    try:
+        return inspect.getsource(definition)
+    except OSError:
+        if not inspect.isclass(definition):
+            raise
+    for member in vars(definition).values():  # a method knows its cell
+        code = getattr(getattr(member, "fget", member), "__code__", None)
+        lines = linecache.getlines(code.co_filename) if code else []
+        for node in ast.walk(ast.parse("".join(lines))):
+            if isinstance(node, ast.ClassDef) and node.name == definition.__name__:
+                first = min(each.lineno for each in (node, *node.decorator_list))
+                return "".join(lines[first - 1 : node.end_lineno])
+    raise OSError(f"The text of {definition.__name__} is not to be found.")
 
 
 def _plain(value: Any) -> Any:
