@@ -8,16 +8,18 @@ prefill, decode, the cache, what waits, a peer. Predictions are dashed. Figures 
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minillm.tools.folders import figures_folder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
     from PIL.Image import Image
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
@@ -67,6 +69,30 @@ def series(ax: "Axes", i: int, x: object, y: object, label: str, *, dy: float = 
     )
 
 
+def named(
+    ax: "Axes",
+    x: object,
+    y: object,
+    name: str,
+    colour: str,
+    marker: str = "o",
+    *,
+    at: int = -1,
+    dx: float = 6,
+    dy: float = 0,
+) -> None:
+    """Draw a line with its name beside point number `at`, dx and dy points away from it."""
+    ax.plot(x, y, color=colour, marker=marker)
+    look = {"textcoords": "offset points", "color": colour, "va": "center", "fontsize": 9}
+    ax.annotate(name, (x[at], y[at]), xytext=(dx, dy), **look)
+
+
+def log_height(ax: "Axes", ticks: Sequence[float]) -> None:
+    """A logarithmic vertical axis with these ticks as plain numbers, such as 1,000."""
+    ax.set(yscale="log", yticks=ticks, yticklabels=[f"{tick:,g}" for tick in ticks])
+    ax.minorticks_off()
+
+
 def label_ends(ax: "Axes", x: float, ends: list[tuple[float, str, str]]) -> None:
     """Write names at `x`, where curves end; names that would overlap are moved apart.
 
@@ -88,6 +114,48 @@ def label_ends(ax: "Axes", x: float, ends: list[tuple[float, str, str]]) -> None
     for y, (_, name, colour) in zip(pixels, ends, strict=True):
         height = ax.transData.inverted().transform((0, y))[1]
         ax.text(x, height, name, color=colour, va="center", fontsize=9)
+
+
+def plain_ticks(axis: "Axis", low: float, high: float) -> None:
+    """Ticks 1, 2, 5, 10, 20 … on a logarithmic axis; more on a short one, fewer on a long one."""
+    tenths = tuple(i / 10 for i in range(10, 100))
+    choices = ((1.5, tenths), (4, (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)), (20, (1, 2, 3, 5, 7)),
+               (2000, (1, 2, 5)), (20_000, (1, 5)))  # fmt: skip
+    steps = next((steps for most, steps in choices if high / low < most), (1,))
+    ticks = [x for k in range(-3, 8) for m in steps if low <= (x := m * 10.0**k) <= high]
+    axis.set_ticks(ticks, labels=[f"{x:,g}" if x < 1e4 else f"{x:,.0f}" for x in ticks])
+    axis.set_ticks([], minor=True)
+
+
+def gantt(
+    ax: "Axes",
+    timeline: Iterable[Any],
+    moments: Sequence[float],
+    ends: Mapping[int, float] | None = None,
+) -> "list[Patch]":
+    """A row for each request of an engine's timeline; returns the patches of a legend.
+
+    They stand for: it waits, prefill, it decodes, it is done and keeps its place. Step number s
+    lasts from moments[s] to moments[s + 1]. ends: when each answer was handed out, if that was
+    later than its last step.
+    """
+    from matplotlib.patches import Patch
+
+    outside, striped = "#DDDDDD", {"facecolor": "white", "edgecolor": RED, "linewidth": 0}
+    bars: dict[int, list[tuple[float, float, str]]] = {}
+    for s, step in enumerate(timeline):
+        for i, _, decoding in step.work:
+            bar = moments[s], moments[s + 1] - moments[s], DECODE if decoding else PREFILL
+            bars.setdefault(i, []).append(bar)
+    for i, steps in bars.items():
+        last = steps[-1][0] + steps[-1][1]
+        ax.barh(i, last, 0.82, color=outside)
+        spans = [(start, duration) for start, duration, _ in steps]
+        ax.broken_barh(spans, (i - 0.41, 0.82), color=[colour for *_, colour in steps])
+        if ends is not None:
+            ax.barh(i, ends[i] - last, 0.82, left=last, hatch="//////", **striped)
+    kinds = [Patch(color=colour) for colour in (outside, PREFILL, DECODE)]
+    return [*kinds, Patch(hatch="////", **striped)]
 
 
 def save(fig: "Figure", name: str) -> Path:
