@@ -15,8 +15,16 @@ from minillm.cache import Cache, NoCache
 from minillm.kv_cache import KVCache
 from minillm.layers.attention import check_backend
 from minillm.model import Decoder
-from minillm.sampling import Sampling, check_sampling, next_tokens
+from minillm.sampling import (
+    Sampling,
+    TokenLogprobs,
+    check_sampling,
+    next_tokens,
+    token_logprobs,
+)
 from minillm.tools.checks import check_request, check_token
+
+_PIECE = 128  # tokens
 
 Step = Callable[[list[int]], Tensor]
 """Tokens that follow those of the steps before, to the logits (V,) of the token after them."""
@@ -66,19 +74,38 @@ def generate(
     if step is None:
         room = len(ids) + max_new_tokens
         step = _step(model, room, cache, backend) if use_cache else _without_cache(model, backend)
-    uniforms = sampling.uniforms(max_new_tokens) if sampling is not None else [0.0] * max_new_tokens
+    stream = (sampling or Sampling()).stream()
 
     new: list[int] = []
     tokens = ids  # the whole prompt first, then one token at a time
-    for uniform in uniforms:
+    for _ in range(max_new_tokens):
         logits = step(tokens)  # (V,)
-        (token,) = tokens = next_tokens(logits[None], [sampling], [uniform])
+        (token,) = tokens = next_tokens(logits[None], [sampling], [stream.random()])
         new.append(check_token(token))
         if on_token is not None:
             on_token(token)
         if token in stop:
             break
     return new
+
+
+@torch.inference_mode()
+def prompt_logprobs(
+    model: Decoder, prompt_ids: Sequence[int], n_top: int = 0, *, backend: str = "auto"
+) -> list[TokenLogprobs]:
+    """How likely each token of a prompt but the first is, given those before it.
+
+    With the n_top likeliest tokens of each place. One pass over the prompt, without a cache.
+    """
+    ids, _ = check_request(model.config, prompt_ids, 0, ())
+    hidden = model.hidden(torch.tensor([ids], device=model.device), NoCache(backend))[0, :-1]
+    # The head by pieces: the logits of a long prompt, (T, V), would take gigabytes.
+    pieces = zip(hidden.split(_PIECE), range(1, len(ids), _PIECE), strict=False)
+    return [
+        row
+        for piece, at in pieces
+        for row in token_logprobs(model.head(piece), ids[at : at + len(piece)], n_top)
+    ]
 
 
 def _step(model: Decoder, room: int, cache: Cache | None, backend: str) -> Step:

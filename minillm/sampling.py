@@ -15,6 +15,7 @@ import random
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,12 +65,16 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    def uniforms(self, n: int) -> array:
-        """The first `n` numbers in [0, 1) of this request's stream, one for each token.
+    def stream(self) -> random.Random:
+        """This request's stream of numbers in [0, 1): the t-th `random()` draws the t-th token.
 
         With a seed always the same ones, else different ones every time.
         """
-        stream = random.Random(self.seed)
+        return random.Random(self.seed)
+
+    def uniforms(self, n: int) -> array:
+        """The first `n` numbers of the stream."""
+        stream = self.stream()
         return array("d", (stream.random() for _ in range(n)))
 
 
@@ -150,6 +155,30 @@ def draw(probs: Tensor, uniforms: Sequence[float]) -> list[int]:
     # The first token that reaches beyond u: one of probability 0 never does so first.
     tokens = torch.searchsorted(cumulated, u * total, right=True)
     return tokens.where(total > 0, -1)[:, 0].tolist()
+
+
+class TokenLogprobs(NamedTuple):
+    """A token with its natural log-probability, and the likeliest tokens with theirs."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int], n_top: int) -> list[TokenLogprobs]:
+    """The log-probability of one token for each row of logits (N, V), and its n_top likeliest.
+
+    They are the model's own: temperature, top-k and top-p change nothing. In float32.
+    """
+    logprobs = logits.float().log_softmax(-1)  # (N, V)
+    chosen = torch.tensor(tokens, device=logits.device)[:, None]  # (N, 1)
+    own = logprobs.gather(-1, chosen.clamp(min=0))[:, 0].tolist()  # -1 stands for no numbers
+    top = logprobs.topk(min(n_top, logprobs.shape[-1]), dim=-1)
+    pairs = (
+        tuple(zip(ids, values, strict=True))
+        for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    )
+    return [TokenLogprobs(*row) for row in zip(tokens, own, pairs, strict=True)]
 
 
 def greedy(logits: Tensor) -> Tensor:

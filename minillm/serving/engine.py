@@ -24,14 +24,14 @@ from minillm.quantization.kv_cache import storage_for
 from minillm.sampling import Sampling, check_sampling
 from minillm.serving.cuda_graphs import DecodeGraphs
 from minillm.serving.engine_config import EngineConfig
-from minillm.serving.model_runner import draw_tokens, forward
-from minillm.serving.proposals import Proposals, Proposer
+from minillm.serving.model_runner import draw_tokens, drawn_logprobs, forward
+from minillm.serving.proposals import Proposals, Proposer, give_drafts
 from minillm.serving.recovery import Recovery, restarted
 from minillm.serving.request import Completion, OnToken, Request, parallel_samples
 from minillm.serving.scheduler import Scheduler
 from minillm.serving.step_plan import StepPlan
 from minillm.serving.timeline import Clock, Stats
-from minillm.tools.checks import brief, check_request
+from minillm.tools.checks import brief, check_request, check_whole
 
 _log = logging.getLogger(__name__)
 
@@ -99,17 +99,19 @@ class Engine:
         stop_ids: Iterable[int] = (),
         on_token: OnToken | None = None,
         arrival: float | None = None,
+        top_logprobs: int | None = None,
     ) -> int:
         """Queue a request; returns its id.
 
         on_token: called with each token as it is delivered: when it is produced, or in a static
         batch when the batch is over. If it returns True, the answer ends with this token. arrival:
-        when the request came, on the engine's clock, if that was before this call.
+        when the request came, on the engine's clock, if that was before this call. top_logprobs:
+        also give each token's log-probability, and those of so many likeliest tokens.
         Raises ValueError or TypeError for what could never run, QueueFull beyond `max_waiting`.
         """
         (request_id,) = self.submit_samples(
-            prompt_ids, max_new_tokens, [sampling],
-            stop_ids=stop_ids, on_token=on_token, arrival=arrival,
+            prompt_ids, max_new_tokens, [sampling], stop_ids=stop_ids, on_token=on_token,
+            arrival=arrival, top_logprobs=top_logprobs,
         )  # fmt: skip
         return request_id
 
@@ -122,6 +124,7 @@ class Engine:
         stop_ids: Iterable[int] = (),
         on_token: OnToken | Sequence[OnToken | None] | None = None,
         arrival: float | None = None,
+        top_logprobs: int | None = None,
     ) -> list[int]:
         """Several completions of one prompt, one for each of `samplings`; returns their ids.
 
@@ -135,9 +138,11 @@ class Engine:
         ids, stop = check_request(self.model.config, prompt_ids, max_new_tokens, stop_ids)
         for sampling in samplings:
             check_sampling(sampling)
+        if top_logprobs is not None:
+            check_whole("top_logprobs", top_logprobs, least=0)
         requests = parallel_samples(
-            self._next_id, ids, max_new_tokens, samplings,
-            stop_ids=stop, on_token=on_token, arrival=self.clock.arrival(arrival),
+            self._next_id, ids, max_new_tokens, samplings, stop_ids=stop, on_token=on_token,
+            arrival=self.clock.arrival(arrival), top_logprobs=top_logprobs,
         )  # fmt: skip
         if max_new_tokens:  # all have one prompt, so one check is enough
             self.scheduler.check(requests[0], len(requests))
@@ -173,6 +178,10 @@ class Engine:
             )
         with self._recovery.guard():
             self._end(request, "aborted")
+
+    def request(self, request_id: int) -> Request:
+        """A request that is not handed out yet, only to look at: its tokens and logprobs so far."""
+        return self._requests[request_id]
 
     @property
     def busy(self) -> bool:
@@ -213,7 +222,8 @@ class Engine:
         """One step: propose, plan, compute, produce, deliver."""
         with self._recovery.guard():
             start = self.clock.now()
-            self._propose()
+            if self._proposer is not None:
+                give_drafts(self._proposer, self.scheduler.running)
             plan = self.scheduler.schedule()
             if plan.work:
                 plan.begin(start)
@@ -224,21 +234,6 @@ class Engine:
                 if self._proposer is not None:
                     self._proposer.observe(self.stats.timeline[-1])
             self._deliver()
-
-    def _propose(self) -> None:
-        """Give each decoding request its draft tokens."""
-        if self._proposer is None:
-            return
-        running = list(self.scheduler.running)
-        try:
-            drafts = dict(zip(running, self._proposer.propose(running), strict=True))
-        except Exception:  # draft tokens are no part of the answer
-            _log.exception("The drafter failed; this step has no draft tokens.")
-            drafts = {}
-        for request in running:
-            # A step gives one token by itself, and no more than max_new_tokens are wanted.
-            room = request.max_new_tokens - request.n_produced - 1 if request.decoding else 0
-            request.draft_tokens = list(drafts.get(request, ()))[:room]
 
     def _computed(self, plan: StepPlan) -> tuple[Tensor, list[int], Tensor | None]:
         try:
@@ -266,9 +261,11 @@ class Engine:
                 if not request.n_produced:  # its prompt is done: its samples start from it
                     rows |= dict.fromkeys(self.scheduler.fork(request), work.rows)
         now = self.clock.now()
-        for request, tokens in draw_tokens(rows, logits, best).items():
+        drawn = draw_tokens(rows, logits, best)
+        logprobs = drawn_logprobs(rows, logits, drawn)
+        for request, tokens in drawn.items():
             try:
-                n_wrong = request.accept(tokens, now)
+                n_wrong = request.accept(tokens, now, logprobs.get(request, ()))
                 newest = rows[request][-1 - n_wrong]
                 request.hidden = None if hidden is None else hidden[newest]
                 if self.config.policy == "continuous":

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minillm.model import Decoder
 from minillm.paged import PagedKVCache
-from minillm.sampling import greedy, next_tokens
+from minillm.sampling import TokenLogprobs, greedy, next_tokens, token_logprobs
 from minillm.serving.cuda_graphs import DecodeGraphs
 from minillm.serving.request import Request
 from minillm.serving.step_plan import Item
@@ -69,3 +69,23 @@ def draw_tokens(
         )
     )
     return {request: [next(drawn) for _ in own] for request, own in rows.items()}
+
+
+def drawn_logprobs(
+    rows: Mapping[Request, range], logits: Tensor, drawn: Mapping[Request, list[int]]
+) -> dict[Request, list[TokenLogprobs]]:
+    """The log-probabilities of the drawn tokens, of the requests that ask for them."""
+    asked = {request: own for request, own in rows.items() if request.top_logprobs is not None}
+    if not asked:
+        return {}
+    flat = [row for own in asked.values() for row in own]
+    tokens = [token for request in asked for token in drawn[request]]
+    most = max(request.top_logprobs for request in asked)
+    found = iter(token_logprobs(logits[flat], tokens, most))
+    return {
+        request: [
+            each._replace(top=each.top[: request.top_logprobs])
+            for each in (next(found) for _ in own)
+        ]
+        for request, own in asked.items()
+    }

@@ -18,6 +18,7 @@ prompts has no drafts, since it uses the arithmetic units already. In the others
 nearly free; many requests do not.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from minillm.serving.request import Request
 from minillm.serving.timeline import Step
 from minillm.speculation.drafters import Drafter, check_drafter, common_prefix_length
 from minillm.tools.checks import check_whole
+
+_log = logging.getLogger(__name__)
 
 PAUSE = 16
 """Tokens until a request without drafts gets one again."""
@@ -90,6 +93,20 @@ class _State:
     draft: Sequence[int] = ()  # last time
     n_ids: int = 0  # tokens there were then
     again: int = 0  # no drafts before there are so many tokens
+
+
+def give_drafts(proposer: Proposer, running: Sequence[Request]) -> None:
+    """Give each decoding request its draft tokens for the next step, none if the proposer fails."""
+    running = list(running)
+    try:
+        drafts = dict(zip(running, proposer.propose(running), strict=True))
+    except Exception:  # draft tokens are no part of the answer
+        _log.exception("The drafter failed; this step has no draft tokens.")
+        drafts = {}
+    for request in running:
+        # A step gives one token by itself, and no more than max_new_tokens are wanted.
+        room = request.max_new_tokens - request.n_produced - 1 if request.decoding else 0
+        request.draft_tokens = list(drafts.get(request, ()))[:room]
 
 
 class Proposals(Proposer):

@@ -1,6 +1,7 @@
 """A request on its way from prompt to answer, and what the caller gets in the end. No tensors."""
 
 import math
+import random
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,10 @@ class Request:
     sampling: Any = None
     parent: "Request | None" = None  # compute its prompt first, then share it: parallel samples
     on_token: OnToken | None = None
-    uniforms: array = field(default_factory=lambda: array("d"))  # one in [0, 1) for each new token
+    stream: random.Random | None = None  # of numbers in [0, 1), one a token; None if greedy
+    uniforms: array = field(default_factory=lambda: array("d"))  # its first numbers
+    top_logprobs: int | None = None  # log-probabilities, with those of so many likeliest tokens
+    logprobs: list[Any] = field(default_factory=list)  # one for each token, if asked for
     arrival: float = 0.0
     times: list[float] = field(default_factory=list)  # when each token was produced
     n_delivered: int = 0  # tokens that `on_token` has had
@@ -78,19 +82,27 @@ class Request:
 
     def uniform(self, i: int) -> float:
         """The number that draws the token `i` places after the newest; 0.0 for greedy requests."""
-        return self.uniforms[self.n_produced + i] if self.uniforms else 0.0
+        if self.stream is None:
+            return 0.0
+        place = self.n_produced + i
+        while len(self.uniforms) <= place:
+            self.uniforms.append(self.stream.random())
+        return self.uniforms[place]
 
-    def accept(self, drawn: list[int], now: float) -> int:
+    def accept(self, drawn: list[int], now: float, logprobs: Sequence[Any] = ()) -> int:
         """Add the tokens drawn after the newest one and after each draft token.
 
         A token counts as long as the draft tokens before it were right, and the answer is not over.
-        Returns how many draft tokens were wrong. ValueError for logits that are not numbers.
+        logprobs: those of the tokens, if the request asks for them. Returns how many draft tokens
+        were wrong. ValueError for logits that are not numbers.
         """
         draft, self.draft_tokens = self.draft_tokens[: len(drawn) - 1], []
         for n_right, token in enumerate(drawn):
             check_token(token)
             del self.times[self.n_produced :]  # of a token that an interrupt took back
             self.times.append(now)
+            del self.logprobs[self.n_produced :]
+            self.logprobs += logprobs[n_right : n_right + 1]
             self.ids.append(token)
             if self.reached or n_right == len(draft) or draft[n_right] != token:
                 return len(draft) - n_right
@@ -120,6 +132,7 @@ class Request:
             duration=self.ended_at - self.arrival,
             queued=self.admitted_at - self.arrival,
             error=self.error,
+            logprobs=self.logprobs[: self.n_produced],
         )
 
 
@@ -145,6 +158,7 @@ def parallel_samples(
     stop_ids: frozenset[int],
     on_token: OnToken | Sequence[OnToken | None] | None,
     arrival: float,
+    top_logprobs: int | None,
 ) -> list[Request]:
     """A request for each of `samplings`, all with one prompt, which the first one computes.
 
@@ -163,9 +177,9 @@ def parallel_samples(
             parent=requests[0] if requests else None,
             on_token=heard[i - first_id],
             arrival=arrival,
+            stream=sampling.stream() if drawn else None,
+            top_logprobs=top_logprobs,
         )
-        if drawn:
-            request.uniforms = sampling.uniforms(max_new_tokens)
         requests.append(request)
     return requests
 
@@ -177,7 +191,8 @@ class Completion:
     finish_reason: "stop" (a stop id, which is the last token, or `on_token` returned True),
     "length", or "aborted" (by `abort`, or by an error). Times are in seconds from `arrival` on:
     `token_times` has one for each token, `queued` is when the request was first let in (NaN if it
-    never was), `duration` when it was over.
+    never was), `duration` when it was over. `logprobs` has a `TokenLogprobs` for each token, if
+    they were asked for.
     """
 
     request_id: int
@@ -189,6 +204,7 @@ class Completion:
     duration: float
     queued: float = math.nan
     error: str | None = None
+    logprobs: list[Any] = field(default_factory=list)
 
     @property
     def ttft(self) -> float:
