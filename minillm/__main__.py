@@ -1,10 +1,11 @@
-"""The command line: python -m minillm generate | chat | count | fetch | mine | bench."""
+"""The command line: python -m minillm generate | chat | serve | count | fetch | mine | bench."""
 
 import argparse
 import sys
 import time
 from typing import TYPE_CHECKING
 
+from minillm import serve
 from minillm.bench import command as bench_command
 from minillm.tools.command_line import Parser, run
 
@@ -20,7 +21,7 @@ def _parser() -> argparse.ArgumentParser:
         description="LLM inference, from first principles to the hardware limit.",
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="generate|chat|count|fetch|mine|bench"
+        dest="command", required=True, metavar="generate|chat|serve|count|fetch|mine|bench"
     )
     model = argparse.ArgumentParser(add_help=False)
     model.add_argument(
@@ -48,6 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("prompt")
     commands.add_parser("chat", parents=[model], help="talk to the model; an empty line quits")
 
+    serve.add_arguments(commands.add_parser("serve", help="an endpoint for OpenAI's clients"))
+
     command = commands.add_parser("count", help="what serving a published model costs")
     command.add_argument("preset")
     command.add_argument("--batch", type=int, default=1)
@@ -66,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     commands = {
         "generate": _generate, "chat": _chat, "count": _count, "fetch": _fetch,
-        "mine": _mine, "bench": bench_command.run,
+        "mine": _mine, "serve": serve.run, "bench": bench_command.run,
     }  # fmt: skip
     return run(lambda: commands[options.command](options))
 

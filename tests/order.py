@@ -45,7 +45,8 @@ ROOMS: tuple[str | tuple[str, tuple[str, ...]], ...] = (
         (
             "request", "step_plan", "scheduler", "timeline", "metrics", "virtual_time",
             "engine_config", "batch_drafters", "proposals", "cuda_graphs", "model_runner",
-            "recovery", "engine", "workload",
+            "recovery", "engine", "workload", "prometheus", "engine_thread", "protocol", "replies",
+            "http_server",
         ),
     ),
     (
@@ -66,7 +67,7 @@ ROOMS: tuple[str | tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     ("mine", ("source", "checks", "parts", "kept")),
-    "__main__",
+    "serve", "__main__",
 )  # fmt: skip
 
 ORDER = tuple(

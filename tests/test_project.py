@@ -16,7 +16,7 @@ from minillm.bench import BENCHMARKS, tables
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-EXTRAS = {"lessons", "tests", "peers"}
+EXTRAS = {"lessons", "tests", "serve", "peers"}
 
 
 def normalized(requirement: str) -> str:
