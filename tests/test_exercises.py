@@ -82,6 +82,22 @@ def test_names_at_the_ends_of_curves_do_not_touch(scale):
     assert abs(y["far"] - exactly) < 1e-6  # nothing is near it
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0.8, 384, ["1", "2", "5", "10", "20", "50", "100", "200"]),
+        (100, 135, ["100", "110", "120", "130"]),
+        (1, 1e6, ["1", "10", "100", "1,000", "10,000", "100,000", "1,000,000"]),
+    ],
+)
+def test_ticks_of_a_logarithmic_axis_are_plain_numbers(low, high, ticks):
+    fig, (ax,) = plots.figure()
+    ax.set(xscale="log", xlim=(low, high))
+    plots.plain_ticks(ax.xaxis, low, high)
+    assert set(ticks) <= {text.get_text() for text in ax.get_xticklabels()}
+    assert ax.get_xlim() == (low, high)
+
+
 def test_a_slider_is_a_plain_figure_without_a_browser(tmp_path, monkeypatch):
     monkeypatch.setenv("MINILLM_FIGURES", str(tmp_path))
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
