@@ -91,7 +91,7 @@ def test_names_at_the_ends_of_curves_do_not_touch(scale):
     ],
 )
 def test_ticks_of_a_logarithmic_axis_are_plain_numbers(low, high, ticks):
-    fig, (ax,) = plots.figure()
+    _, (ax,) = plots.figure()
     ax.set(xscale="log", xlim=(low, high))
     plots.plain_ticks(ax.xaxis, low, high)
     assert set(ticks) <= {text.get_text() for text in ax.get_xticklabels()}
