@@ -8,6 +8,7 @@
 # make student  the learners' version of the lessons, with holes, in build/student/
 # make course   a folder for nbgrader: an assignment a lesson, in build/course/ (COURSE=FOLDER)
 # make handout  all that a learner needs, without solutions, in build/handout/ (HANDOUT=FOLDER)
+# make site     the course as a web site, in build/site/html/; make site-serve shows it
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -15,6 +16,8 @@ LESSONS := $(sort $(wildcard notebooks/*.ipynb))
 MINUTES ?= 8
 COURSE ?= build/course
 HANDOUT ?= build/handout
+SITE := build/site
+PORT ?= 8000
 # Tests run side by side, one thread each: more threads than cores slow each other down many times.
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
@@ -29,7 +32,7 @@ export TRITON_CACHE_DIR := $(CURDIR)/build/triton
 # neighbour a step takes a fraction of the time.
 lab lessons: export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: setup lessons check test lint lab bench gpu student course handout
+.PHONY: setup lessons check test lint lab bench gpu student course handout site site-serve site-test
 
 setup: .venv/ready
 
@@ -114,3 +117,26 @@ handout: course
 	tar -xf build/handout.tar -C "$(HANDOUT)"
 	cp "$(COURSE)"/release/*/*.ipynb "$(HANDOUT)/notebooks/"
 	@echo "$(HANDOUT)/ is what learners get; make lab opens the lessons there."
+
+# The web site's own environment, without torch; Node comes in it as a package.
+$(SITE)/ready: site/requirements.txt site/package-lock.json
+	$(PYTHON) -m venv $(SITE)/env
+	$(SITE)/env/bin/python -m pip install --quiet --disable-pip-version-check -r site/requirements.txt
+	mkdir -p $(SITE)/node && cp site/package.json site/package-lock.json $(SITE)/node/
+	cd $(SITE)/node && PATH="$(CURDIR)/$(SITE)/env/bin:$$PATH" npm ci --no-audit --no-fund --loglevel error
+	touch $@
+
+IN_SITE = cd site && PATH="$(CURDIR)/$(SITE)/env/bin:$$PATH" PYTHONPATH="$(CURDIR)"
+
+site: $(SITE)/ready
+	$(IN_SITE) python -m builder.stage
+	@echo "The site is in $(SITE)/html/; make site-serve shows it."
+
+site-serve: site
+	$(SITE)/env/bin/python -m http.server --bind 127.0.0.1 --directory $(SITE)/html $(PORT)
+
+# Where there is a Chromium the site is built and tried in it. SITE_NEEDS_BROWSER=1 insists on one.
+site-test:
+	@if browser=$$(command -v chromium || command -v chromium-browser || command -v google-chrome); \
+	then $(MAKE) site && $(IN_SITE) CHROMIUM="$$browser" python -m pytest -p no:cacheprovider tests; \
+	else echo "No Chromium is here, so the web site is not tested."; [ -z "$$SITE_NEEDS_BROWSER" ]; fi
