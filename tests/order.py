@@ -66,7 +66,7 @@ ROOMS: tuple[str | tuple[str, tuple[str, ...]], ...] = (
             "command", "__main__",
         ),
     ),
-    ("mine", ("source", "checks", "parts", "kept")),
+    ("mine", ("source", "checks", "parts", "kept", "ours")),
     "serve", "__main__",
 )  # fmt: skip
 

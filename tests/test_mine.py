@@ -12,6 +12,7 @@ from minillm.hardware import Hardware
 from minillm.layers.attention import attention as attend_package
 from minillm.mine import kept as keeping
 from minillm.mine.kept import keep, load
+from minillm.mine.ours import OURS, part
 from minillm.mine.parts import PARTS
 from minillm.mine.source import NotStandalone, _source, standalone
 
@@ -157,3 +158,18 @@ def test_a_class_of_a_notebook_has_its_text():
     names = {"__name__": "__main__"}
     exec(compile(text, "<cell>", "exec"), names)
     assert _source(names["Cell"]) == text
+
+
+@pytest.mark.parametrize("file", OURS)
+def test_the_package_s_own_parts_pass_the_same_checks(file):
+    (own,) = (each for each in PARTS if each.file == file)
+    own.check(OURS[file])
+    assert part(file) == (OURS[file], "the package's")
+    assert all(hasattr(OURS[file], name) for name in own.names)
+
+
+def test_a_kept_part_goes_first():
+    keep(look_up)
+    assert part("drafter")[1] == "yours"
+    with pytest.raises(KeyError):
+        part("loss")
