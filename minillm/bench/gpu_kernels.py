@@ -61,6 +61,29 @@ def _config_name(config: Any) -> str:
     return f"{tile}, {config.num_warps} warps, {config.num_stages} stages{kind}{loads}"
 
 
+# Earlier defaults, so that one run compares them with today's: BLOCK_T, BLOCK_S, warps, stages.
+_BEFORE = {
+    ("forward", 256): [(128, 64, 8, 2)],
+    ("dkv", 64): [(32, 128, 8, 2), (64, 128, 8, 2)],
+    ("dkv", 128): [(32, 64, 8, 2), (32, 128, 8, 2), (16, 128, 8, 2)],
+    ("dkv", 256): [(64, 32, 8, 2)],
+    ("dq", 64): [(64, 64, 4, 3), (128, 64, 8, 2)],
+    ("dq", 128): [(64, 64, 8, 2), (64, 64, 4, 3), (128, 64, 8, 2)],
+    ("dq", 256): [(32, 32, 4, 2)],
+}
+
+
+def _before(kind: str, D: int) -> list[Any]:
+    """Those of one kernel as Triton's configurations."""
+    import triton
+
+    switch = {"SPECIALIZED": False} if kind == "forward" else {}
+    return [
+        triton.Config({"BLOCK_T": t, "BLOCK_S": s} | switch, warps, stages)
+        for t, s, warps, stages in _BEFORE.get((kind, D), ())
+    ]
+
+
 def forward(recording: Recording, tiny: bool) -> None:
     """Every configuration of the forward kernel, its errors, and PyTorch's kernels beside it."""
     from minillm.kernels.flash_forward import flash_forward
@@ -78,7 +101,7 @@ def forward(recording: Recording, tiny: bool) -> None:
     for D, N, q, k, v, flops in _prompts(recording, tiny):
         run = partial(flash_forward, q, k, v, True, D**-0.5)
         calls: Calls = {}
-        for config in forward_configs(D, dtype):
+        for config in [*forward_configs(D, dtype), *([] if tiny else _before("forward", D))]:
             for one in (config, by_pointers(config)):
                 calls[_config_name(one)] = partial(run, one)
         if device.type == "cuda":
@@ -112,21 +135,8 @@ def _prompts(
         yield D, N, q, k, v, 4 * B * H * N**2 * D / 2
 
 
-# Earlier defaults, so that one run compares them with today's: BLOCK_T, BLOCK_S, warps, stages.
-_BEFORE = {
-    ("dkv", 64): [(32, 128, 8, 2), (64, 128, 8, 2)],
-    ("dkv", 128): [(32, 64, 8, 2), (32, 128, 8, 2), (16, 128, 8, 2)],
-    ("dkv", 256): [(64, 32, 8, 2)],
-    ("dq", 64): [(64, 64, 4, 3), (128, 64, 8, 2)],
-    ("dq", 128): [(64, 64, 8, 2), (64, 64, 4, 3), (128, 64, 8, 2)],
-    ("dq", 256): [(32, 32, 4, 2)],
-}
-
-
 def backward(recording: Recording, tiny: bool) -> None:
     """Every configuration of the two backward kernels: dK and dV, and dQ."""
-    import triton
-
     from minillm.kernels import flash_backward as kernel
     from minillm.kernels.flash_forward import flash_forward
     from minillm.kernels.tuning import dkv_configs, dq_configs
@@ -139,11 +149,7 @@ def backward(recording: Recording, tiny: bool) -> None:
         out, lse = flash_forward(q, k, v, True, scale)
         delta = kernel.row_sums(grad, out, lse)
         for kind, (run, choose) in kinds.items():
-            before = [
-                triton.Config({"BLOCK_T": t, "BLOCK_S": s}, warps, stages)
-                for t, s, warps, stages in _BEFORE[kind, D]
-            ]
-            configs = [*choose(D, dtype), *([] if tiny else before)]
+            configs = [*choose(D, dtype), *([] if tiny else _before(kind, D))]
             call = partial(run, grad, q, k, v, lse, delta, True, scale)
             calls = {_config_name(config): partial(call, config) for config in configs}
             # The forward pass has 2 products; dK and dV take 4, dQ takes 3.
