@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import regex  # a dependency of tiktoken, with the syntax of its patterns
 import tiktoken
 
-from minillm.tools.chat_template import render
+from minillm.tools.chat_template import Renderer
 from minillm.tools.checks import brief
 from minillm.vocabulary import mergeable, spelled
 
@@ -83,7 +83,7 @@ class Tokenizer:
                 f"The chat template is a {type(chat_template).__name__}; it must be a string."
             )
         self.chat_template = chat_template
-        self._chat_tokens = chat_tokens or {}
+        self._renderer = Renderer(chat_template or "", chat_tokens or {})
 
         # How text is split: control tokens first, then words
         self._nfc = nfc
@@ -177,7 +177,7 @@ class Tokenizer:
         if not messages:
             raise ValueError("messages is empty; give at least one.")
         # No prefix: the template writes its own control tokens.
-        return self._encode(render(self.chat_template, messages, self._chat_tokens))
+        return self._encode(self._renderer.render(messages))
 
 
 class StreamDecoder:
