@@ -53,7 +53,8 @@ def run(options: argparse.Namespace) -> int:
             f"serve needs {' and '.join(missing)}; install them with pip install 'minillm[serve]'."
         )
     from minillm.serving.engine_thread import EngineThread
-    from minillm.serving.http_server import Endpoints, Server
+    from minillm.serving.graceful import Server
+    from minillm.serving.http_server import Endpoints
 
     _check(options)
     if options.log_requests:

@@ -11,7 +11,8 @@ from models import lively
 
 from minillm import Decoder, Engine, EngineConfig, Tokenizer
 from minillm.serving.engine_thread import EngineThread
-from minillm.serving.http_server import Endpoints, Server
+from minillm.serving.graceful import Server
+from minillm.serving.http_server import Endpoints
 from minillm.vocabulary import byte_alphabet
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}[assistant]"

@@ -45,8 +45,8 @@ ROOMS: tuple[str | tuple[str, tuple[str, ...]], ...] = (
         (
             "request", "step_plan", "scheduler", "timeline", "metrics", "virtual_time",
             "engine_config", "batch_drafters", "proposals", "cuda_graphs", "model_runner",
-            "recovery", "engine", "workload", "prometheus", "engine_thread", "protocol", "replies",
-            "http_server",
+            "recovery", "engine", "workload", "prometheus", "answer_text", "engine_thread",
+            "fields", "protocol", "replies", "http_server", "graceful",
         ),
     ),
     (
@@ -61,7 +61,7 @@ ROOMS: tuple[str | tuple[str, tuple[str, ...]], ...] = (
         "bench",
         (
             "recording", "models", "peers", "decode", "prefill", "attention", "serve_gpu", "serve",
-            "load", "quantize", "quality", "distill", "speculate", "gpu", "gpu_tests",
+            "serve_http", "load", "quantize", "quality", "distill", "speculate", "gpu", "gpu_tests",
             "gpu_kernels", "gpu_decode", "gpu_model", "gpu_lessons", "gpu_second", "tables",
             "command", "__main__",
         ),

@@ -182,7 +182,8 @@ def test_only_declared_dependencies_are_imported():
         "tools.plots": {"matplotlib", "PIL", "ipywidgets", "IPython"},
         "bench.peers": {"transformers", "xllamacpp"},
         "bench.gpu_lessons": {"nbclient", "nbformat"},
-        "serving.http_server": {"starlette", "uvicorn"},
+        "serving.graceful": {"uvicorn"},
+        "serving.http_server": {"starlette"},
         "serving.prometheus": {"prometheus_client"},
     }
     for module, tree in TREES.items():

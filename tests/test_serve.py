@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -10,16 +11,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
 from endpoint import Running, byte_tokenizer, serving, small_model
 from openai import APIError, APIStatusError, AsyncOpenAI, OpenAI
 
-from minillm import Decoder, Engine, Sampling, Tokenizer, generate
+from minillm import Decoder, Engine, EngineConfig, Sampling, Tokenizer, generate
 from minillm.__main__ import main
+from minillm.bench import serve_http
 from minillm.generation import prompt_logprobs
-from minillm.serving.engine_thread import AnswerText, ClosedError, EngineThread
+from minillm.serving.answer_text import AnswerText
+from minillm.serving.engine_thread import ClosedError, EngineThread
 
 CHAT = [{"role": "user", "content": "Hello"}]
 MODEL = "custom"
@@ -764,22 +769,62 @@ def test_without_the_extra(monkeypatch, capsys):
     assert "pip install 'minillm[serve]'" in capsys.readouterr().err
 
 
+@contextmanager
+def started(*options: str) -> Iterator[tuple[subprocess.Popen, str]]:
+    """The command with the default checkpoint in a process of its own, and its first line."""
+    command = [sys.executable, "-m", "minillm", "serve", "--port", "0", "--device", "cpu"]
+    with subprocess.Popen(
+        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process, process.stdout.readline()
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_the_readme_asks_and_is_answered(default, capsys):
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    line = re.search(r"^\$ python -m minillm serve\n(.*)$", readme, re.M)[1]
+    (code,) = (c for c in re.findall(r"```python\n(.*?)```", readme, re.S) if "OpenAI" in c)
+    with started() as (_, said):
+        assert re.sub(r":\d+/", ":8000/", said.strip()) == line
+        exec(code.replace(":8000/", re.search(r":\d+/", said)[0]))
+    assert capsys.readouterr().out.strip() == code.rpartition("# ")[2].strip()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_in_the_middle_of_a_stream(default, number):
     """The stream goes on for a while, ends with an error, and nothing else is said."""
-    command = [sys.executable, "-m", "minillm", "serve", "--port", "0", "--device", "cpu"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        url = process.stdout.readline().split()[3]
-        assert url.startswith("http://127.0.0.1:")
+    with started("--log-requests") as (process, said):
+        url = re.search(r"http://127\.0\.0\.1:\d+", said)[0]
         ask = {"prompt": "a", "max_tokens": 8000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{url}/completions", json=ask, timeout=60) as response:
+        with httpx.stream("POST", f"{url}/v1/completions", json=ask, timeout=120) as response:
             events = (line for line in response.iter_lines() if line)
             assert "choices" in next(events)
             process.send_signal(number)
             *_, last = events
         assert "The server is shutting down" in last
-        out, err = process.communicate(timeout=60)
-    assert (out, err) == ("", "") and process.returncode == 128 + number
+        out, err = process.communicate(timeout=120)
+    assert out == "" and process.returncode == 128 + number
+    (line,) = err.splitlines()  # the log of this request, and no traceback
+    assert "/v1/completions: 1 prompts of 1 tokens, 1 answers" in line
+
+
+# The benchmark
+
+
+def test_the_benchmark_sees_every_token(server, model, monkeypatch):
+    monkeypatch.setattr(serve_http, "_prompts", lambda n: [[i, 1, 2] for i in range(n)])
+    monkeypatch.setattr(serve_http, "N_NEW", 7)
+    seen = serve_http.Seen()
+    assert serve_http._over_http(server.url, 3, seen, {}) > 0
+    assert len(seen.ttft) == 3 and len(seen.itl) == 3 * 6
+    engine = Engine(model, EngineConfig(n_blocks=64))
+    assert serve_http._without_http(engine, 3) > 0 and not engine.busy
+
+
+def test_the_benchmark_belongs_to_serve(capsys):
+    assert main(["bench", "decode", "--http"]) == 2
+    assert "bench serve --http" in capsys.readouterr().err

@@ -26,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--requests", type=int, default=64, help="with --rate: how many to send")
     parser.add_argument(
+        "--http", action="store_true", help="with serve: through endpoints, against llama.cpp's"
+    )
+    parser.add_argument(
         "--second", action="store_true", help="with gpu: run the second, slower set of parts"
     )
     parser.add_argument(
@@ -63,6 +66,11 @@ def run(options: argparse.Namespace) -> int:
         return _run_load_test(device, options)
     if options.names[:1] == ["gpu"]:
         return _run_gpu(device, options)
+    if options.http:
+        from minillm.bench.serve_http import bench as bench_http
+
+        print(f"  written to {bench_http(device)}")
+        return 0
     # These read the default checkpoint, which a machine with a GPU may not have.
     on_cpu = ("load", "quantize", "quality", "distill", "speculate")
     chosen = [name for name in BENCHMARKS if device.type != "cuda" or name not in on_cpu]
@@ -74,6 +82,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """ValueError for an unknown name, and for options of the GPU's parts without them."""
+    if options.http and options.names != ["serve"]:
+        raise ValueError("--http goes with the benchmark serve: bench serve --http.")
     if options.names[:1] == ["gpu"]:
         return  # the other names are parts
     for name in options.names:

@@ -19,7 +19,10 @@ from minillm.model import Decoder
 from minillm.serving.workload import TimedRequest
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from transformers import LlamaForCausalLM
+    from xllamacpp import Server
 
 PATIENCE = 60.0
 """Seconds without any answer after which a peer counts as stuck."""
@@ -140,11 +143,30 @@ def llama_cpp_decode_seconds(prompt: list[int], n: int, n_threads: int) -> float
         return pool.submit(_llama_cpp_decode, prompt, n, n_threads).result()
 
 
-def _llama_cpp_server(n_slots: int, n_threads: int) -> Callable[[list[int], int], int]:
-    """The default checkpoint in llama.cpp's server, which computes in the file's 4-bit format.
+@contextmanager
+def llama_cpp_endpoint(n_slots: int, n_threads: int) -> Iterator[str]:
+    """The address of llama.cpp's HTTP server, which runs in a process of its own."""
+    context = get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_tell_address, args=(there, n_slots, n_threads), daemon=True)
+    process.start()
+    try:
+        if not here.poll(PATIENCE):
+            raise RuntimeError("llama.cpp's server did not start.")
+        yield here.recv()
+    finally:
+        process.kill()
+        process.join()
 
-    Returns a function that asks for n tokens after a prompt, and returns how many came.
-    """
+
+def _tell_address(pipe: "Connection", n_slots: int, n_threads: int) -> None:
+    server = _llama_cpp_server(n_slots, n_threads)
+    pipe.send(server.listening_address)
+    pipe.recv()  # until this process is ended
+
+
+def _llama_cpp_server(n_slots: int, n_threads: int) -> "Server":
+    """The default checkpoint in llama.cpp's server, which computes in the file's 4-bit format."""
     import xllamacpp
 
     from minillm.weights.default import fetch_default
@@ -153,7 +175,13 @@ def _llama_cpp_server(n_slots: int, n_threads: int) -> Callable[[list[int], int]
     params.model.path = str(fetch_default())
     params.n_parallel, params.n_ctx, params.verbosity = n_slots, n_slots * 512, -1
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = n_threads
-    server = xllamacpp.Server(params)
+    params.port = 0  # a free one
+    return xllamacpp.Server(params)
+
+
+def _llama_cpp_asking(n_slots: int, n_threads: int) -> Callable[[list[int], int], int]:
+    """A function that asks a server for n tokens after a prompt, and returns how many came."""
+    server = _llama_cpp_server(n_slots, n_threads)
 
     def ask(prompt: list[int], n: int) -> int:
         options = {"temperature": 0, "ignore_eos": True, "cache_prompt": False}
@@ -164,7 +192,7 @@ def _llama_cpp_server(n_slots: int, n_threads: int) -> Callable[[list[int], int]
 
 
 def _llama_cpp_decode(prompt: list[int], n: int, n_threads: int) -> float:
-    ask, took = _llama_cpp_server(1, n_threads), {}
+    ask, took = _llama_cpp_asking(1, n_threads), {}
     for tokens in (2, 1, 1 + n):  # the first one warms up
         start = time.perf_counter()
         assert ask(prompt, tokens) == tokens
@@ -174,7 +202,7 @@ def _llama_cpp_decode(prompt: list[int], n: int, n_threads: int) -> float:
 
 def _llama_cpp(prompts: list[list[int]], lengths: list[int], n_threads: int) -> float:
     """Seconds to answer all prompts at once, without loading the model."""
-    ask = _llama_cpp_server(8, n_threads)
+    ask = _llama_cpp_asking(8, n_threads)
     with ThreadPoolExecutor(len(prompts)) as pool:
         assert set(pool.map(ask, prompts, [2] * len(prompts))) == {2}  # warm up
         start = time.perf_counter()

@@ -4,8 +4,8 @@ Routes: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics.
 Cost: the event loop takes about 1% of the processor time that the steps take.
 
 A client that goes away is noticed at once, and its requests end before the next step. A full queue
-answers 503 with Retry-After. At the end, requests under way get some seconds to finish.
-Not here: TLS, several processes; put a proxy before it where it shall be reached from outside.
+answers 503 with Retry-After.
+Not here: the end (`minillm.serving.graceful`); TLS and several processes, which are a proxy's.
 """
 
 import asyncio
@@ -15,9 +15,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from types import FrameType
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -26,12 +24,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from minillm.serving.engine_thread import ClosedError, EngineThread, Job, Piece
-from minillm.serving.protocol import MAX_BODY, Ask, RefusedError, read_ask, read_body
+from minillm.serving.fields import MAX_BODY, RefusedError, read_body
+from minillm.serving.protocol import Ask, read_ask
 from minillm.serving.replies import Reply
 from minillm.serving.scheduler import QueueFull
-
-DRAIN_SECONDS = 5.0
-"""What requests under way get to finish after SIGTERM; then they are aborted."""
 
 _log = logging.getLogger("minillm.serving.requests")  # one line a request
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -201,34 +197,6 @@ class Endpoints:
             most = max(1, min(self._config.max_seq_len, slots + 1) - max(map(len, prompts)))
         stop_ids = frozenset(() if ask.ignore_eos else tokenizer.stop_ids)
         return Job(prompts, most, ask.samplings, stop_ids, ask.stop, arrival, ask.top_logprobs)
-
-
-class Server(uvicorn.Server):
-    """uvicorn, which after SIGTERM lets requests finish for a while, and then ends them."""
-
-    def __init__(self, endpoints: Endpoints):
-        self._endpoints = endpoints
-        super().__init__(
-            uvicorn.Config(
-                endpoints.app(),
-                lifespan="off",
-                access_log=False,
-                log_level="warning",
-                timeout_graceful_shutdown=int(DRAIN_SECONDS) + 5,
-            )
-        )
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called for SIGTERM and SIGINT; a second SIGINT does not wait."""
-        self._endpoints.closing = True
-        super().handle_exit(sig, frame)
-
-    async def shutdown(self, sockets: list | None = None) -> None:
-        """Wait for those under way, then abort what is left."""
-        self._endpoints.closing = True
-        late = asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._endpoints.abort_all)
-        await super().shutdown(sockets)
-        late.cancel()
 
 
 async def _body(request: Request) -> bytes:

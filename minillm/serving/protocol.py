@@ -7,15 +7,14 @@ that changes nothing (`_WITHOUT_EFFECT`).
 Not here: tools, images, structured outputs, penalties.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from minillm.sampling import Sampling
+from minillm.serving.fields import RefusedError, flag, number, whole
 from minillm.tools.checks import brief
 
-MAX_BODY = 8 << 20  # bytes
 MAX_PROMPTS, MAX_N, MAX_TOP_LOGPROBS = 256, 64, 20
 MAX_STOPS, MAX_STOP_LENGTH = 16, 500  # strings, characters of each
 
@@ -48,26 +47,6 @@ _WITHOUT_EFFECT: dict[str, Callable[[Any], bool]] = {
 }
 
 
-class RefusedError(Exception):
-    """A request that gets an error instead of an answer, in the form of OpenAI's errors.
-
-    param: the field that is to blame.
-    """
-
-    def __init__(
-        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
-    ):
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The body of the response."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        said = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": said}
-
-
 @dataclass(frozen=True)
 class Ask:
     """A checked request. Either `messages` or `prompts`, which are texts or token ids.
@@ -94,19 +73,6 @@ class Ask:
         return self.messages is not None
 
 
-def read_body(data: bytes) -> dict[str, Any]:
-    """The JSON object of a body; RefusedError for anything else."""
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(
-            f"The body is not JSON ({brief(str(error))}); send a JSON object."
-        ) from None
-    if not isinstance(body, dict):
-        raise RefusedError(f"The body is {brief(body)}; send a JSON object.")
-    return body
-
-
 def read_ask(body: dict[str, Any], *, chat: bool, model: str) -> Ask:
     """Check a body field by field; RefusedError that names the first that cannot be obeyed."""
     left = dict(body)
@@ -118,13 +84,13 @@ def read_ask(body: dict[str, Any], *, chat: bool, model: str) -> Ask:
         )  # fmt: skip
     messages = _messages(left) if chat else None
     prompts = [] if chat else _prompts(left)
-    n = _whole(left, "n", 1, 1, MAX_N)
-    stream = _flag(left, "stream")
+    n = whole(left, "n", 1, 1, MAX_N)
+    stream = flag(left, "stream")
     include_usage, continuous_usage = _stream_options(left, stream)
     ask = Ask(
         messages, prompts, _max_tokens(left, chat), n, _samplings(left, n), _stop(left),
-        _flag(left, "ignore_eos"), stream, include_usage, continuous_usage,
-        _top_logprobs(left, chat), not chat and _flag(left, "echo"),
+        flag(left, "ignore_eos"), stream, include_usage, continuous_usage,
+        _top_logprobs(left, chat), not chat and flag(left, "echo"),
     )  # fmt: skip
     for name, value in left.items():
         _refuse_unless_without_effect(name, value)
@@ -143,38 +109,6 @@ def _refuse_unless_without_effect(name: str, value: object) -> None:
             f"{name} is {brief(value)}, which is not supported; leave it out.",
             param=name, code="unsupported_value",
         )  # fmt: skip
-
-
-# One field each: taken out of `left`; null is as if it was not there
-
-
-def _whole(
-    left: dict[str, Any], name: str, default: int | None, least: int, most: int = 2**31
-) -> int | None:
-    value = left.pop(name, None)
-    if value is None:
-        return default
-    if type(value) is not int or not least <= value <= most:
-        raise RefusedError(
-            f"{name} is {brief(value)}; give a whole number from {least} to {most}.", param=name
-        )
-    return value
-
-
-def _number(left: dict[str, Any], name: str, default: float, most: float) -> float:
-    value = left.pop(name, None)
-    if value is None:
-        return default
-    if type(value) not in (int, float) or not 0 <= value <= most:  # NaN is not
-        raise RefusedError(f"{name} is {brief(value)}; give a number from 0 to {most}.", param=name)
-    return float(value)
-
-
-def _flag(left: dict[str, Any], name: str) -> bool:
-    value = left.pop(name, None)
-    if value is not None and not isinstance(value, bool):
-        raise RefusedError(f"{name} is {brief(value)}; give true or false.", param=name)
-    return bool(value)
 
 
 def _messages(left: dict[str, Any]) -> list[dict[str, str]]:
@@ -241,8 +175,8 @@ def _is_prompt(prompt: object) -> bool:
 
 def _max_tokens(left: dict[str, Any], chat: bool) -> int | None:
     default = None if chat else _DEFAULT_COMPLETION_TOKENS
-    old = _whole(left, "max_tokens", None, int(chat))
-    new = _whole(left, "max_completion_tokens", None, int(chat)) if chat else None
+    old = whole(left, "max_tokens", None, int(chat))
+    new = whole(left, "max_completion_tokens", None, int(chat)) if chat else None
     if None not in (old, new) and old != new:
         raise RefusedError(
             f"max_tokens is {old} and max_completion_tokens {new}; give one of them.",
@@ -254,15 +188,15 @@ def _max_tokens(left: dict[str, Any], chat: bool) -> int | None:
 
 def _samplings(left: dict[str, Any], n: int) -> list[Sampling]:
     """One for each of n answers; with a seed each has one of its own, counted on from it."""
-    temperature = _number(left, "temperature", 1.0, 2)
-    top_p = _number(left, "top_p", 1.0, 1)
+    temperature = number(left, "temperature", 1.0, 2)
+    top_p = number(left, "top_p", 1.0, 1)
     if top_p == 0:
         raise RefusedError(
             "top_p is 0; give a number above 0, or temperature 0 for the likeliest token.",
             param="top_p",
         )  # fmt: skip
-    top_k = _whole(left, "top_k", -1, -1)  # vLLM's -1, and 0, are no limit
-    seed = _whole(left, "seed", None, 0, 2**63 - 1)
+    top_k = whole(left, "top_k", -1, -1)  # vLLM's -1, and 0, are no limit
+    seed = whole(left, "seed", None, 0, 2**63 - 1)
     k = top_k if top_k > 0 else None
     p = top_p if top_p < 1 else None
     return [Sampling(temperature, k, p, None if seed is None else seed + i) for i in range(n)]
@@ -293,16 +227,16 @@ def _stream_options(left: dict[str, Any], stream: bool) -> tuple[bool, bool]:
             param="stream_options",
         )  # fmt: skip
     options = dict(options)
-    include_usage, continuous_usage = (_flag(options, name) for name in names)
+    include_usage, continuous_usage = (flag(options, name) for name in names)
     return include_usage, continuous_usage
 
 
 def _top_logprobs(left: dict[str, Any], chat: bool) -> int | None:
     """How many of the likeliest tokens to give; None if no log-probabilities are asked for."""
     if not chat:  # the number itself
-        return _whole(left, "logprobs", None, 0, MAX_TOP_LOGPROBS)
-    wanted = _flag(left, "logprobs")
-    top = _whole(left, "top_logprobs", None, 0, MAX_TOP_LOGPROBS)
+        return whole(left, "logprobs", None, 0, MAX_TOP_LOGPROBS)
+    wanted = flag(left, "logprobs")
+    top = whole(left, "top_logprobs", None, 0, MAX_TOP_LOGPROBS)
     if top is not None and not wanted:
         raise RefusedError(
             f"top_logprobs is {top} without logprobs; set logprobs to true.", param="top_logprobs"
