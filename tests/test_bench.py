@@ -31,6 +31,7 @@ from minillm.bench.recording import Recording
 from minillm.bench.tables import results_table
 from minillm.distillation.teacher_text import Conversation
 from minillm.measure import alternate
+from minillm.tools.folders import data_folder
 from minillm.weights.build import parameter_sources
 
 CPU = torch.device("cpu")
@@ -133,7 +134,19 @@ def test_kinds_of_distillation(recording):
     assert document["untrained"]["kl"] > 0
     # The same rows and seeds, and another loss.
     assert kinds["a person's text, soft targets"] == kinds["the teacher's text, soft targets"]
-    assert kinds["soft targets and states"]["kl"] != kinds["the teacher's text, soft targets"]["kl"]
+    with_states = kinds["the teacher's text, soft targets, states"]
+    assert with_states["kl"] != kinds["the teacher's text, soft targets"]["kl"]
+
+
+def test_recorded_kinds_are_complete():
+    """Lesson 11 compares these kinds by three students each."""
+    for path in data_folder().glob("distill.*.json"):
+        document = json.loads(path.read_text())
+        kinds, untrained = document["kinds"], document["untrained"]["kl"]
+        assert kinds.keys() == distill.KINDS.keys()
+        for kind in kinds.values():
+            assert len(kind["kl"]) == len(kind["agreement"]) == document["settings"]["seeds"] >= 3
+            assert max(kind["kl"]) < untrained
 
 
 def test_drawn_rows():

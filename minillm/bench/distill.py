@@ -40,8 +40,8 @@ KINDS: dict[str, tuple[str, dict[str, float]]] = {
     "the teacher's text": ("teacher", {"text_weight": 1.0}),
     "a person's text, soft targets": ("person", {"text_weight": 0.0}),
     "the teacher's text, soft targets": ("teacher", {"text_weight": 0.0}),
-    "the same, half the weight on the text": ("teacher", {"text_weight": 0.5}),
-    "soft targets and states": ("teacher", {"text_weight": 0.0, "states": 0.3}),
+    "the teacher's text, half soft targets": ("teacher", {"text_weight": 0.5}),
+    "the teacher's text, soft targets, states": ("teacher", {"text_weight": 0.0, "states": 0.3}),
 }
 """Whose text, and the options of `distill`."""
 
@@ -51,9 +51,9 @@ class Size:
     """steps: of a kind with soft targets. exam: conversations that the students are judged on."""
 
     layers: int = 4
-    steps: int = 60
+    steps: int = 50
     conversations: int = 256
-    exam: int = 12
+    exam: int = 25
     seeds: int = 3
     lr: float = 1e-3
 
