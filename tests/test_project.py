@@ -86,6 +86,7 @@ def test_readme_make_targets_exist():
         "student",
         "course",
         "handout",
+        "site",
     }
     assert set(re.findall(r"make (\w+)", README)) <= targets
 
@@ -138,13 +139,15 @@ def test_figures_are_small_and_used():
         assert 600 < width < 3000 and 300 < height < 3000  # twice the size on the page
 
 
-def test_ci_calls_make_test_and_nothing_else():
+def test_ci_installs_a_browser_and_calls_make_test():
     commands = [
         line
         for line in (ROOT / ".ci" / "run").read_text().split("\n")
         if line and not line.startswith("#")
     ]
-    assert commands == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "exec make test"]
+    assert commands[:2] == ["set -euo pipefail", 'cd "$(dirname "$0")/.."']
+    assert commands[2].startswith("command -v chromium >/dev/null || {")
+    assert commands[3:] == ["export SITE_NEEDS_BROWSER=1", "exec make test"]
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

@@ -141,7 +141,7 @@ def _statements(cell: str) -> Iterator[_Statement]:
             written = text if part is node else ast.unparse(part)
             now, late = _uses(part, written)
             binds, sure, mends = _bound(part)
-            yield _Statement(written, binds, now, late, sure, mends)
+            yield _Statement(written, binds, now, late - binds, sure, mends)
 
 
 def _split(node: ast.stmt) -> list[ast.stmt]:

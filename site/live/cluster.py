@@ -18,7 +18,7 @@ CONTROLS = (
     Choice("chip", "chip", {name: name for name in CHIPS}, "h100"),
     Choice("inside", "link inside a machine", {name: name for name in LINKS}, "nvlink-4"),
     Choice("between", "between machines of 8", {name: name for name in LINKS}, "infiniband-ndr"),
-    Slider("tp", "TP: ranks that share a layer", list(SIZES), 8),
+    Slider("tp", "TP: ranks a layer", list(SIZES), 8),
     Slider("pp", "PP: stages", [1, 2, 4, 8, 16], 1),
     Slider("batch", "sequences", [1, 2, 4, 8, 16, 32, 64, 128, 256], 16),
     Slider("context", "tokens in each", [128, 512, 1024, 2048, 4096], 2048),

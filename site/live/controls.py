@@ -37,8 +37,9 @@ class Slider:
     def html(self) -> str:
         at, last = self.values.index(self.value), len(self.values) - 1
         return (
-            f'<label>{self.label} <output>{self.value:,}</output><span class="unit">{self.unit}'
-            f'</span><input type="range" name="{self.name}" min="0" max="{last}" value="{at}" '
+            f'<label><span class="head"><span>{self.label}</span><span class="value"><output>'
+            f"{self.value:,}</output> {self.unit}</span></span>"
+            f'<input type="range" name="{self.name}" min="0" max="{last}" value="{at}" '
             f'data-values="{escape(json.dumps(self.values))}"></label>'
         )
 

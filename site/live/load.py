@@ -15,16 +15,16 @@ from minillm.serving.metrics import SLO, Summary, summarize
 from minillm.serving.virtual_time import VirtualEngine, saturation_rate
 from minillm.serving.workload import AZURE_OUTPUT, AZURE_PROMPT, azure_load, serve
 
-N_REQUESTS, BUDGET = 48, 512
-SHARES = (0.1, 0.3, 0.6, 0.85, 1.0, 1.25, 1.6, 2.2)
+N_REQUESTS, BUDGET = 80, 512
+SHARES = (0.2, 0.5, 0.8, 1.0, 1.2, 1.5, 1.9, 2.5)
 """The rates, as shares of the predicted knee."""
 
 CONTROLS = (
     Choice("model", "model", MODELS, "llama-3-8b"),
     Choice("chip", "chip", CHIPS, "h100"),
-    Slider("places", "places", [4, 8, 16, 32, 64, 128], 32),
-    Slider("ttft", "promise: first token in", [100, 200, 300, 500, 1000, 2000], 500, "ms"),
-    Slider("tpot", "promise: each token in", [10, 15, 20, 30, 50, 100], 30, "ms"),
+    Slider("places", "places", [4, 8, 16, 32, 64], 16),
+    Slider("ttft", "promise: first token", [100, 200, 300, 500, 1000, 2000], 500, "ms"),
+    Slider("tpot", "promise: each token", [10, 15, 20, 30, 50, 100], 30, "ms"),
 )
 
 

@@ -15,8 +15,8 @@ CONTROLS = (
     Choice("model", "model", MODELS, "llama-3-8b"),
     Choice("chip", "chip", CHIPS, "h100"),
     Choice("dtype", "numbers in", DTYPES, "float16"),
-    Slider("dollars", "the chip costs", [0.2, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0], 2.5,
-           "$ an hour"),
+    Slider("dollars", "an hour of the chip", [0.2, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0],
+           2.5, "$"),
     Slider("promise", "promise: a token every", [5, 10, 15, 20, 30, 50, 100, 200], 20, "ms"),
     Slider("prompt", "prompt", [64, 128, 256, 512, 1024, 2048, 4096], 1024, "tokens"),
     Slider("answer", "answer", [16, 64, 128, 256, 512, 1024], 256, "tokens"),
@@ -63,8 +63,8 @@ def draw(
     else:
         best = kept[-1]
         first = [
-            (f"{number(best.dollars * 1000)} $", "for a thousand answers, at least", "good"),
-            (f"{number(best.dollars / answer * 1e6)} $", "for a million tokens of answers", ""),
+            (f"${number(best.dollars * 1000)}", "for a thousand answers, at least", "good"),
+            (f"${number(best.dollars / answer * 1e6)}", "for a million tokens of answers", ""),
             (f"{best.batch}", "users at a time keep the promise", ""),
             (f"{number(best.token_seconds * 1e3)} ms", "from token to token", ""),
         ]

@@ -7,12 +7,12 @@ from minillm.speculation.formulas import speedup, tokens_per_pass
 KS = list(range(1, 17))
 
 CONTROLS = (
-    Slider("alpha", "α: chance that a guess stands", [*(i / 20 for i in range(20)), 0.98, 1.0],
+    Slider("alpha", "α: a guess stands", [*(i / 20 for i in range(20)), 0.98, 1.0],
            0.7),
     Slider("k", "k: guesses in a round", KS, 4),
-    Slider("c", "c: a draft pass takes", [0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0],
-           0.1, "of a pass"),
-    Slider("v", "v: the verifying pass takes", [1.0, 1.1, 1.25, 1.5, 2.0, 3.0], 1.0, "passes"),
+    Slider("c", "c: a draft takes", [0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0],
+           0.1, "pass"),
+    Slider("v", "v: a check takes", [1.0, 1.1, 1.25, 1.5, 2.0, 3.0], 1.0, "passes"),
 )  # fmt: skip
 
 

@@ -171,7 +171,7 @@ def shares(
 
     total: the value that fills the width; the largest row's unless given.
     """
-    left = 8 + max(len(name) for name, _ in rows) * 6.4
+    left = 12 + max(len(name) for name, _ in rows) * 7
     longest = total or max(sum(value for value, _, _ in parts) for _, parts in rows)
     room = width - left - RIGHT
     drawn = []
