@@ -1,4 +1,8 @@
-"""The command `python -m minillm serve`: its options, the engine they describe, and its life."""
+"""The command `python -m minillm serve`: its options, the engine they describe, and its life.
+
+Not here: several ranks. `minillm.parallel.serving` has the engine for them, but starting and ending
+ranks is torchrun's, which knows nothing of requests under way.
+"""
 
 import argparse
 import logging

@@ -1,5 +1,6 @@
 """The endpoint, asked by OpenAI's own client: answers, streams, errors, clients that go away."""
 
+import argparse
 import asyncio
 import json
 import random
@@ -19,7 +20,7 @@ import pytest
 from endpoint import Running, byte_tokenizer, serving, small_model
 from openai import APIError, APIStatusError, AsyncOpenAI, OpenAI
 
-from minillm import Decoder, Engine, EngineConfig, Sampling, Tokenizer, generate
+from minillm import Decoder, Engine, EngineConfig, Sampling, Tokenizer, generate, serve
 from minillm.__main__ import main
 from minillm.bench import serve_http
 from minillm.generation import prompt_logprobs
@@ -767,6 +768,18 @@ def test_without_the_extra(monkeypatch, capsys):
     monkeypatch.setattr("minillm.serve.find_spec", lambda name: None)
     assert main(["serve"]) == 2
     assert "pip install 'minillm[serve]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", ["", "--drafter ngram", "--drafter student", "--kv-dtype int8",
+                                     "--drafter medusa"])  # fmt: skip
+def test_the_engine_that_the_options_describe(default, options, monkeypatch):
+    monkeypatch.setattr("minillm.weights.loading.load", lambda *_, **__: default)
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    with serve.built(parser.parse_args(options.split())) as (engine, tokenizer):
+        i = engine.submit(tokenizer.encode("The capital of France is"), 6)
+        answer = tokenizer.decode(engine.run()[i].tokens)
+    assert answer.startswith(" Paris.") and engine.config.max_waiting == 256
 
 
 @contextmanager
