@@ -11,7 +11,7 @@ from minillm.mine import checks
 class Part:
     """One file of the reader's folder.
 
-    names: what `keep` is called with, in this order. use: what lesson 14 does with it.
+    names: what `keep` is called with, in this order. use: what it is for in a server.
     """
 
     lesson: str
