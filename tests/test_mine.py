@@ -57,10 +57,12 @@ class MyCache(Cache):
 
 
 def look_up(ids, n, k):
+    ### BEGIN SOLUTION
     for end in range(len(ids) - 1, n - 1, -1):
         if ids[end - n : end] == ids[-n:]:
             return ids[end : end + k]
     return []
+    ### END SOLUTION
 
 
 def uses_all(x):
@@ -168,8 +170,9 @@ def test_the_package_s_own_parts_pass_the_same_checks(file):
     assert all(hasattr(OURS[file], name) for name in own.names)
 
 
-def test_a_kept_part_goes_first():
+def test_a_kept_part_goes_first(folder):
     keep(look_up)
+    assert "SOLUTION" not in (folder / "drafter.py").read_text()  # nbgrader's marks
     assert part("drafter")[1] == "yours"
     with pytest.raises(KeyError):
         part("loss")

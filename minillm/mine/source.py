@@ -10,6 +10,7 @@ import ast
 import builtins
 import inspect
 import linecache
+import re
 import symtable
 import sys
 import textwrap
@@ -17,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from types import ModuleType
 from typing import Any
+
+_NBGRADER = re.compile(r"^[ \t]*### (BEGIN|END) SOLUTION$\n?", re.MULTILINE)
 
 
 class NotStandalone(ValueError):
@@ -49,7 +52,7 @@ class _Program:
         if definition.__name__ in self.done:
             return
         self.done.add(definition.__name__)
-        text = textwrap.dedent(_source(definition)).strip()
+        text = _NBGRADER.sub("", textwrap.dedent(_source(definition)).strip())
         for name in _globals_read(symtable.symtable(text, "<source>", "exec")):
             if name in self.names and name not in self.done:
                 self._value(name, self.names[name], definition.__name__)
