@@ -84,6 +84,6 @@ TORCH_FREE = (
     "tools.chat_template", "config", "hf_config", "hardware", "costs", "card", "blocks",
     "pieces", "fragmentation", "speculation.formulas", "serving.request", "serving.step_plan",
     "serving.scheduler", "serving.timeline", "serving.metrics", "serving.virtual_time",
-    "serving.workload", "parallel.plan", "parallel.step_time",
+    "serving.engine_config", "serving.workload", "parallel.plan", "parallel.step_time",
 )  # fmt: skip
 """What counts, decides or plans imports neither torch nor NumPy."""

@@ -47,6 +47,7 @@ def blocked(code: str, given: object = None) -> object:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_the_plain_modules_import_and_no_other_does():
     code = """
 found = []
@@ -84,20 +85,22 @@ def test_elements_draw_or_refuse_in_a_sentence(name, seed):
     values = some_values(name, seed)
     html = page.answer(name, values, 760)
     assert html.startswith("<") and "nan" not in html and "Traceback" not in html
-    assert "svg" in html or 'class="refused"' in html
+    assert any(f'class="{kind}"' in html for kind in ("drawn", "headline", "refused"))
     assert html == page.answer(name, values, 760)
 
 
+@pytest.mark.slow
 def test_a_load_test_and_what_it_refuses():
     first = list(page.answers("load", {"model": "smollm2-135m", "places": 8}, 760))
     assert len(first) == 8 and "knee predicted" in first[-1] and "Goodput" in first[-1]
     assert "does not fit on one h100" in page.answer("load", {"model": "llama-2-70b"}, 760)
 
 
+@pytest.mark.slow
 def test_controls_and_first_pictures():
     for name, element in page.ELEMENTS.items():
         html = page.placed(name)
-        assert "refused" not in html and html.count("<svg") >= 2, name
+        assert "refused" not in html and html.count("<svg") >= 2 * (name != "headline"), name
         for control in element.controls:
             assert f'name="{control.name}"' in html
     assert "Give 1 to 16 requests" in page.answer("scheduler", {"requests": "many"}, 760)
@@ -122,13 +125,14 @@ RUN = "from live.page import run_exercise; print(run_exercise(*json.load(sys.std
 
 
 def test_how_many_exercises_run_in_the_page():
-    assert len(IN_PAGE) >= 15, {e.name: e.needs for e in ALL if not e.in_page}
+    assert len(IN_PAGE) >= 18, {e.name: e.needs for e in ALL if not e.in_page}
 
 
 def ids(exercise: Exercise) -> str:
     return f"{exercise.lesson[:2]}-{exercise.name}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exercise", IN_PAGE, ids=ids)
 def test_the_hole_fails_and_the_solution_passes(exercise):
     failed = blocked(RUN, [exercise.before, exercise.hole, exercise.check])

@@ -1,8 +1,10 @@
 """The engine's configuration: its memory, its limits, its switches."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from minillm.speculation.drafters import Drafter
+if TYPE_CHECKING:
+    from minillm.speculation.drafters import Drafter
 
 
 @dataclass(frozen=True)
@@ -35,5 +37,5 @@ class EngineConfig:
     kv_dtype: str | None = None
     cuda_graphs: bool = False
     backend: str = "auto"
-    drafter: Drafter | None = None
+    drafter: "Drafter | None" = None
     k: int = 4

@@ -9,13 +9,18 @@ from typing import Any
 
 from live.page import ELEMENTS, placed
 
-from builder.paths import FIGURES, ROOT
+from builder.paths import FIGURES, NOTEBOOKS, ROOT
 from builder.reference import folded
 from builder.slices import Exercise, exercises, holed
 
 Cell = dict[str, Any]
 LIVE = re.compile(r"<!-- *live: *(\w+) *-->")
-WIDE = 900  # pixels; wider figures scroll on a phone
+WIDE = 600  # pixels; wider figures scroll on a phone
+IN_LESSON = {
+    "01": ("calculator",), "02": ("calculator",), "06": ("memory", "by_hand"),
+    "07": ("scheduler",), "08": ("load", "price"), "12": ("accept", "speedup"), "13": ("cluster",),
+}  # fmt: skip
+"""Live elements that stand in a lesson before its exercises, unless a comment places them."""
 RIGHT_ANSWER = "Show the check, and what a right answer prints"
 
 
@@ -25,9 +30,13 @@ def page(notebook: Path) -> tuple[str, dict[str, dict[str, str]]]:
     known = {exercise.name: exercise for exercise in exercises(notebook)}
     cells: list[Cell] = []
     guesses: list[str] = []
+    to_place = _to_place(notebook, whole["cells"])
     for cell in whole["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
+            if to_place and (start := re.search(r"^## .*Exercise", source, re.M)):
+                source = f"{source[: start.start()]}{to_place}\n\n{source[start.start() :]}"
+                to_place = ""
             cells.append(_markdown(_text(source, notebook)))
             continue
         about = cell["metadata"].get("nbgrader", {})
@@ -45,6 +54,16 @@ def page(notebook: Path) -> tuple[str, dict[str, dict[str, str]]]:
         for exercise in known.values() if exercise.in_page
     }  # fmt: skip
     return json.dumps(whole), runs
+
+
+def _to_place(notebook: Path, cells: list[Cell]) -> str:
+    """The live elements of a lesson that no comment in it places."""
+    text = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    placed_there = set(LIVE.findall(text))
+    wanted = IN_LESSON.get(notebook.stem[:2], ()) if notebook.parent == NOTEBOOKS else ()
+    marks = [f"<!-- live: {name} -->" for name in wanted if name not in placed_there]
+    said = "**Try it here.** The package's own code answers, in this page, with nothing installed:"
+    return "\n\n".join([said, *marks]) if marks else ""
 
 
 def title(notebook: Path) -> str:
@@ -131,26 +150,28 @@ def _code(cell: Cell, source: str, is_check: bool, guesses: list[str]) -> Cell:
         tags += [f"veil_{name}" for name in guesses if re.search(rf"\b{name}\b", source)]
     source = re.sub(r"^# NBVAL_CHECK_OUTPUT\n", "", source)
     source = re.sub(r"^ *### (?:BEGIN|END) HIDDEN TESTS\n?", "", source, flags=re.M)
-    outputs = [_described(output) for output in cell["outputs"]]
+    outputs = [_shown(output) for output in cell["outputs"]]
+    image = _image(outputs)
+    if image:
+        metadata.setdefault("mystnb", {})["image"] = image
     return {**cell, "source": source, "outputs": outputs, "metadata": metadata | {"tags": tags}}
 
 
-def _described(output: Cell) -> Cell:
-    """An output whose image has a text and says whether it is wide; a widget is left out."""
-    data = output.get("data", {})
-    data.pop("application/vnd.jupyter.widget-view+json", None)
-    if "image/png" in data:
-        width = (output.get("metadata") or {}).get("image/png", {}).get("width", 0)
-        wide = {"class": "figure-wide"} if width > WIDE or _pixels(data["image/png"]) > WIDE else {}
-        output = {**output, "metadata": {"image/png": {"alt": "figure", **wide}}}
+def _shown(output: Cell) -> Cell:
+    """An output without its widget: no page has the kernel that would answer it."""
+    output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
     return output
 
 
-def _pixels(png: str) -> int:
-    """Its width, out of the header of a PNG in base64."""
-    import base64
-
-    return int.from_bytes(base64.b64decode("".join(png)[:64])[16:20], "big")
+def _image(outputs: list[Cell]) -> dict[str, str]:
+    """What the page says of a cell's figure: its text, and whether it is a wide one."""
+    for output in outputs:
+        if "image/png" in output.get("data", {}):
+            said = (output.get("metadata") or {}).get("image/png", {})
+            text = " ".join(str(said.get("alt") or "A figure, drawn by the code above it").split())
+            wide = {"classes": "figure-wide"} if int(said.get("width", WIDE + 1)) > WIDE else {}
+            return {"alt": text, **wide}
+    return {}
 
 
 def _merged(cells: list[Cell]) -> list[Cell]:

@@ -60,25 +60,40 @@ def exercises(notebook: Path) -> list[Exercise]:
     """The graded exercises of a notebook, in their order."""
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     codes = [(i, cell) for i, cell in enumerate(cells) if cell["cell_type"] == "code"]
-    solution, found = None, []
+    found: list[Exercise] = []
+    for at, cell in codes:
+        about = cell["metadata"].get("nbgrader", {})
+        if not about.get("solution"):
+            continue
+        written, name = "".join(cell["source"]), about["grade_id"]
+        checks = _checks(codes, at)
+        if not checks:
+            continue
+        first = checks[0][0]
+        earlier = ["".join(c["source"]) for i, c in codes if i < first and i != at]
+        check = "\n".join(without_marks("".join(c["source"])) for _, c in checks)
+        before = sliced(earlier, f"{written}\n{check}")
+        printed = "".join(_printed(c) for _, c in checks)
+        found.append(Exercise(notebook.stem, name, written, check, before, printed))
+    return found
+
+
+def _checks(codes: list[tuple[int, dict]], at: int) -> list[tuple[int, dict]]:
+    """The graded cells between the solution in cell `at` and the next one."""
+    found = []
     for i, cell in codes:
         about = cell["metadata"].get("nbgrader", {})
-        if about.get("solution"):
-            solution = cell
-        elif about.get("grade") and solution is not None:
-            check = without_marks("".join(cell["source"]))
-            written = "".join(solution["source"])
-            earlier = [
-                "".join(c["source"]) for j, c in codes if j < i and c is not solution
-                and not c["metadata"].get("nbgrader", {}).get("grade")
-            ]  # fmt: skip
-            before = sliced(earlier, f"{written}\n{check}")
-            name = solution["metadata"]["nbgrader"]["grade_id"]
-            output = "".join(
-                "".join(o["text"]) for o in cell["outputs"] if o["output_type"] == "stream"
-            )
-            found.append(Exercise(notebook.stem, name, written, check, before, output))
+        if i > at and about.get("solution"):
+            break
+        if i > at and about.get("grade"):
+            found.append((i, cell))
     return found
+
+
+def _printed(cell: dict) -> str:
+    """What a cell has printed, without the line of a part that was kept in a file."""
+    text = "".join("".join(o["text"]) for o in cell["outputs"] if o["output_type"] == "stream")
+    return re.sub(r"^Kept in mine/.*\n", "", text, flags=re.M)
 
 
 def without_marks(source: str) -> str:

@@ -55,6 +55,10 @@ DRAWINGS = {
     "12": _grid(["gggr"], 30, 18, 22) + _grid(["bbbb"], 30, 46, 22) + _word(158, 52, "+ 1"),
     "13": "".join(_grid([row], 30 + i * 15, 8 + i * 18, 15)
                   for i, row in enumerate(("bsbsbs", "bsbsbs", "bsbsbs", "bsbsbs"))),
+    "14": _boxes(*((40 + i * 12, 62 - i * 13, 120 - i * 24, 11, kind)
+                   for i, kind in enumerate(("blue", "green", "orange", "purple", "red")))),
+    "15": _boxes(*((30, 12 + i * 22, n, 14, kind)
+                   for i, (n, kind) in enumerate(((140, "green"), (96, "sky"), (60, "idle"))))),
 }  # fmt: skip
 OTHER = _grid(["bbggoo", "ssppbb"], 42, 22, 20)
 

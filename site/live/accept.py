@@ -80,7 +80,8 @@ def _bars(
                 parts.append(box(x + j * wide, y, wide - 2, high * value / tallest, kind,
                                  hint=f"{word}: {value:.3f}"))  # fmt: skip
             total = sum(value for value, _ in stack)
-            parts.append(text(x + (j + 0.5) * wide - 1, y - 4, f"{total:.2f}", "small", "middle"))
+            said = f"{total:.2f}" if width > 500 else f"{total:.2f}"[-3:]
+            parts.append(text(x + (j + 0.5) * wide - 1, y - 4, said, "small", "middle"))
         parts.append(text(i * group + group / 2, high + 38, word, "", "middle"))
     told = "; ".join(f"{w}: p {a:.2f}, out {out.count(i) / N:.3f}"
                      for i, (w, a) in enumerate(zip(WORDS, p, strict=True)))  # fmt: skip
