@@ -9,12 +9,30 @@ from pathlib import Path
 
 import pytest
 
-LESSONS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+from minillm.mine.parts import PARTS
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+LESSONS = sorted(FOLDER.glob("*.ipynb"))
+FURTHER = sorted(FOLDER.glob("further/*.ipynb"))
+
+
+def cells_of(path: Path) -> list[dict]:
+    return json.loads(path.read_text(encoding="utf-8"))["cells"]
+
+
+@pytest.fixture(params=LESSONS + FURTHER, ids=lambda p: p.stem)
+def path(request) -> Path:
+    return request.param
+
+
+@pytest.fixture
+def cells(path) -> list[dict]:
+    return cells_of(path)
 
 
 @pytest.fixture(params=LESSONS, ids=lambda p: p.stem)
-def cells(request) -> list[dict]:
-    return json.loads(request.param.read_text(encoding="utf-8"))["cells"]
+def lesson(request) -> list[dict]:
+    return cells_of(request.param)
 
 
 def source(cell: dict) -> str:
@@ -28,6 +46,10 @@ def code(cells: list[dict]) -> list[dict]:
 def test_there_are_lessons():
     assert [p.stem[:2] for p in LESSONS] == [f"{i:02}" for i in range(len(LESSONS))]
     assert len(LESSONS) >= 4
+    for path in FURTHER:  # each belongs to a lesson, which names it
+        (own,) = (lesson for lesson in LESSONS if lesson.stem[:2] == path.stem[:2])
+        texts = "\n".join(source(c) for c in cells_of(own) if c["cell_type"] == "markdown")
+        assert f"(further/{path.name})" in texts
 
 
 def test_committed_as_executed(cells):
@@ -44,13 +66,41 @@ def test_committed_as_executed(cells):
 def test_cells_can_be_read(cells):
     assert max(len(source(c).splitlines()) for c in code(cells)) <= 24
     assert len(cells) <= 66
-    words = sum(len(source(c).split()) for c in cells if c["cell_type"] == "markdown")
-    assert words > sum(len(source(c).split()) for c in code(cells)) * 0.8  # more is told than typed
+    assert (
+        words(cells) > sum(len(source(c).split()) for c in code(cells)) * 0.8
+    )  # more is told than typed
 
 
-def test_exercises_are_nbgraders(cells):
-    solutions = [c for c in cells if c["metadata"].get("nbgrader", {}).get("solution")]
-    tests = [c for c in cells if c["metadata"].get("nbgrader", {}).get("grade")]
+def words(cells: list[dict]) -> int:
+    return sum(len(source(c).split()) for c in cells if c["cell_type"] == "markdown")
+
+
+def test_a_lesson_takes_an_evening(lesson):
+    """The main path ends where the exercises, or what goes further, begin."""
+    ends = re.compile(r"^#+ (\d+\. )?(Exercise|Going further)", re.MULTILINE)
+    last = [
+        i for i, c in enumerate(lesson) if c["cell_type"] == "markdown" and ends.search(source(c))
+    ]
+    assert words(lesson[: last[0] if last else None]) <= 2700
+    assert words(lesson) <= 4000
+    folded = [c for c in lesson if "hide-input" in c["metadata"].get("tags", ())]
+    assert sum(len(source(c).splitlines()) for c in folded) <= 250
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.file)
+def test_what_is_built_is_kept(part):
+    (path,) = (p for p in LESSONS if p.stem.startswith(part.lesson))
+    for cell in cells_of(path):
+        if f"keep({', '.join(part.names)})" in source(cell):
+            assert cell["metadata"]["nbgrader"]["grade"]
+            assert f"Kept in mine/{part.file}.py." in json.dumps(cell["outputs"])
+            return
+    raise AssertionError(f"{path.name} does not keep {part.names}")
+
+
+def test_exercises_are_nbgraders(lesson):
+    solutions = [c for c in lesson if c["metadata"].get("nbgrader", {}).get("solution")]
+    tests = [c for c in lesson if c["metadata"].get("nbgrader", {}).get("grade")]
     assert len(solutions) == len(tests) >= 1
     for cell in solutions:
         assert "### BEGIN SOLUTION" in source(cell) and "### END SOLUTION" in source(cell)
@@ -60,14 +110,14 @@ def test_exercises_are_nbgraders(cells):
     assert len(set(ids)) == len(ids)
 
 
-def test_headings_follow_the_rhythm(cells):
-    text = "\n".join(source(c) for c in cells if c["cell_type"] == "markdown")
+def test_headings_follow_the_rhythm(lesson):
+    text = "\n".join(source(c) for c in lesson if c["cell_type"] == "markdown")
     assert text.startswith("# ")
     for heading in ("Exercise", "## Takeaways"):
         assert heading in text
 
 
-def test_pictures_are_described_and_there(cells):
+def test_pictures_are_described_and_there(path, cells):
     for cell in code(cells):
         for output in cell["outputs"]:
             if "image/png" in output.get("data", {}):
@@ -78,9 +128,9 @@ def test_pictures_are_described_and_there(cells):
             assert cell["metadata"]["jupyter"]["source_hidden"]
     text = "\n".join(source(c) for c in cells if c["cell_type"] == "markdown")
     for alt, link in re.findall(r"(?<=!\[)([^]]*)\]\(([^)]+)\)", text):
-        assert alt and (LESSONS[0].parent / link).stat().st_size <= 300_000
+        assert alt and (path.parent / link).stat().st_size <= 300_000
     for link in re.findall(r"\]\(([^):]+\.(?:ipynb|md|py))\)", text):
-        assert (LESSONS[0].parent / link).exists(), link
+        assert (path.parent / link).exists(), link
 
 
 def test_something_is_compared_with_its_recorded_output(cells):
@@ -88,3 +138,16 @@ def test_something_is_compared_with_its_recorded_output(cells):
     checked = [source(c) for c in code(cells) if source(c).startswith("# NBVAL_CHECK_OUTPUT")]
     assert checked
     assert not any("perf_counter" in s or "seconds_per_call" in s for s in checked)
+
+
+def test_all_lessons_ran_on_one_machine():
+    """Numbers of two machines must not stand in one course under one name."""
+    named = re.compile(r"([A-Z][^\n\"*|:,]*, family \d+ model \d+ \(\d+ threads\))")
+    seen: dict[str, list[str]] = {}
+    for path in LESSONS + FURTHER:
+        outputs = json.dumps([c["outputs"] for c in code(cells_of(path))], ensure_ascii=False)
+        for name in set(named.findall(outputs)):
+            seen.setdefault(name, []).append(path.stem)
+        if "from minillm.measure import" in path.read_text(encoding="utf-8"):
+            assert named.search(outputs), f"{path.stem} measures and does not say on what"
+    assert len(seen) == 1, seen
