@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import torch
 from minillm import Hardware, ModelConfig, Sampling
 from minillm.__main__ import _fitting, _parser, _sampling, main
 from minillm.card import card
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_count_prints_the_card(capsys):
@@ -227,3 +230,11 @@ def test_a_fetch_that_is_terminated_leaves_nothing(tmp_path):
         fetch.send_signal(signal.SIGTERM)
         assert fetch.wait(60) == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'version = "{capsys.readouterr().out.split()[1]}"' in text
