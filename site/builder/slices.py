@@ -19,8 +19,6 @@ from builder.plain import modules, plain_modules
 
 HOLE = re.compile(r"^( *)### BEGIN SOLUTION\n.*?^ *### END SOLUTION\n?", re.S | re.M)
 HIDDEN = re.compile(r"^ *### (?:BEGIN|END) HIDDEN TESTS\n?", re.M)
-CHANGES = {"add", "append", "extend", "insert", "seed", "setdefault", "update"}
-"""Methods whose call alone is a statement that an exercise may need."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +117,14 @@ def sliced(cells: list[str], last: str) -> str:
     statements = [s for cell in cells for s in _statements(cell)]
     end = list(_statements(last))
     late: set[str] = set()
+    # A module's functions, such as plots.save, do not change the module.
+    imported = [s for s in statements if s.text.startswith(("from ", "import "))]
+    modules = {name for statement in imported for name in statement.binds}
     while True:
         needed, kept, more = set(late), [], set(late)
         for statement in reversed(statements + end):
             if statement not in end:
-                if not (statement.binds | statement.mends) & needed:
+                if not (statement.binds | statement.mends - modules) & needed:
                     continue
                 kept.append(statement)
             if statement.sure:
@@ -188,8 +189,8 @@ def _bound(node: ast.stmt) -> tuple[frozenset[str], bool, frozenset[str]]:
             names.add(inner.name)
         elif isinstance(inner, (ast.Attribute, ast.Subscript)) and isinstance(inner.ctx, ast.Store):
             mends.add(_root(inner))
-        elif isinstance(inner, ast.Call) and getattr(inner.func, "attr", "") in CHANGES:
-            mends.add(_root(inner.func))
+        elif isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Call):
+            mends.add(_root(inner.value.func))  # a call for its effect: rows.append(1)
     sure = isinstance(node, (ast.Assign, ast.AnnAssign))
     return frozenset(names), sure, frozenset(mends - {""})
 

@@ -7,7 +7,7 @@ from live.controls import Choice, Slider
 from live.svg import box, legend, number, picture, shares, text
 from minillm.fragmentation import POLICIES, Sample, simulate
 
-SEQUENCES, MAX_LEN, COLUMNS = 48, 512, 120
+SEQUENCES, MAX_LEN, COLUMNS = 32, 512, 120
 STATES = (
     ("used", "blue", "holds a token"),
     ("reserved", "sky", "reserved for a token to come"),

@@ -111,7 +111,7 @@ def run_exercise(before: str, learner: str, check: str) -> str:
             linecache.cache[file] = (len(source), None, source.splitlines(True), file)
             with redirect_stdout(printed if name == "check" else io.StringIO()):
                 exec(compile(source, file, "exec"), scope)
-    except Exception as raised:
+    except (Exception, SystemExit) as raised:
         error = "".join(traceback.format_exception_only(raised)).strip()
         lines = [f.lineno for f in traceback.extract_tb(raised.__traceback__)
                  if f.filename == "<your code>"]  # fmt: skip

@@ -312,19 +312,21 @@ def test_an_exercise_as_a_learner_does_it(tab):
     assert "NotImplementedError" in here.locator(".told").inner_text()
 
 
+GUESS = """() => document.querySelectorAll(".guess").forEach((form) => {
+  form.querySelector("input").value = "7";
+  form.querySelector("button").click();
+})"""
+
+
 def test_guesses_come_before_answers(tab):
     guessed = 0
     for name in LESSONS:
         tab.goto(name, wait_until="domcontentloaded")
-        guesses, veiled = tab.locator(".guess.open"), tab.locator(".veiled.on")
-        if not guesses.count() or not veiled.count():
+        veiled = tab.locator(".veiled.on").count()
+        if not veiled:
             continue
-        before = veiled.count()
-        for i in range(guesses.count()):
-            form = tab.locator(".guess").nth(i)
-            form.locator("input").first.fill("7")
-            form.locator("button").click()
-        assert tab.locator(".veiled.on").count() == 0 < before
-        assert tab.locator(".veiled[data-said='You guessed 7.']").count()
+        tab.evaluate(GUESS)
+        assert tab.locator(".veiled.on").count() == 0
+        assert tab.locator(".veiled[data-said^='You guessed 7']").count() == veiled
         guessed += 1
     assert guessed >= 4
