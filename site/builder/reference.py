@@ -128,8 +128,8 @@ def _source(module: Module) -> str:
     lines, parts, start, anchor = module.source.splitlines(), [], 0, "source"
     for node in [*module.definitions, None]:
         first = len(lines) if node is None else _first_line(node)
-        code = "\n".join(lines[start:first])
-        if code.strip():
+        code = "\n".join(lines[start:first]).strip("\n")
+        if code:
             mark = f'```{{raw}} html\n<span class="source-part" id="{anchor}"></span>\n```'
             parts.append(f"{mark}\n\n`````python\n{code}\n`````")
         start, anchor = first, f"source-{node.name}" if node else ""

@@ -46,7 +46,7 @@ def draw(model: str, chip: str, dtype: str, batch: int, seq: int, width: int) ->
 def _tiles(it: Card) -> list[tuple[str, str, str]]:
     billions = f"{number(it.n_parameters / 1e9)} G"
     if it.chips > 1:
-        chips = f"no: the weights alone need {it.chips} chips"
+        chips = f"the weights alone need {it.chips} chips"
         return [(billions, "parameters", ""), ("no", chips, "bad")]
     fits = ("yes", f"it fits; the largest batch is {it.largest_batch:,}", "good")
     if not it.fits:
