@@ -1,5 +1,5 @@
 # make setup    create .venv, install the pinned packages, fetch the default checkpoint
-# make lessons  run every lesson from top to bottom, in place, and rewrite figures/
+# make lessons  run every lesson from top to bottom, in place, and rewrite figures/ (LESSONS=FILES)
 # make check    lint and the fast tests, in under a minute: for every edit
 # make test     everything: lint, all tests, every lesson through nbval (figures go to build/ then)
 # make lab      JupyterLab on the lessons
@@ -13,6 +13,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 LESSONS := $(sort $(wildcard notebooks/*.ipynb))
+FURTHER := $(sort $(wildcard notebooks/further/*.ipynb))
 MINUTES ?= 8
 COURSE ?= build/course
 HANDOUT ?= build/handout
@@ -64,8 +65,9 @@ test: lint
 	$(PYTEST) -m compile
 	TRITON_INTERPRET=1 $(PYTEST) -m interpret
 	PYTHONPATH=tests $(PYTEST) -p without_triton -m "not slow and not gpu" tests
-	MINILLM_FIGURES=build/figures $(PYTEST) --dist loadfile --nbval-lax $(LESSONS)
+	MINILLM_FIGURES=build/figures $(PYTEST) --dist loadfile --nbval-lax $(LESSONS) $(FURTHER)
 	@fresh=$$(mktemp -d) && { $(MAKE) course COURSE="$$fresh"; code=$$?; rm -rf "$$fresh"; exit $$code; }
+	@$(MAKE) site-test
 
 lab: setup
 	$(BIN)/python -m jupyterlab notebooks
@@ -112,7 +114,7 @@ handout: course
 	@[ ! -e "$(HANDOUT)" ] || { echo "$(HANDOUT) is there already; move it away, or name another folder: make handout HANDOUT=FOLDER"; exit 1; }
 	mkdir -p build
 	tar --exclude=__pycache__ -cf build/handout.tar minillm figures/data figures/RESULTS.md figures/*.gif \
-	  pyproject.toml constraints.txt environment.yml Makefile README.md LICENSE
+	  notebooks/further pyproject.toml constraints.txt environment.yml Makefile README.md LICENSE
 	mkdir -p "$(HANDOUT)/notebooks"
 	tar -xf build/handout.tar -C "$(HANDOUT)"
 	cp "$(COURSE)"/release/*/*.ipynb "$(HANDOUT)/notebooks/"
