@@ -63,12 +63,12 @@ def test_committed_as_executed(cells):
             assert word not in text
 
 
-def test_cells_can_be_read(cells):
+def test_cells_can_be_read(path, cells):
     assert max(len(source(c).splitlines()) for c in code(cells)) <= 24
     assert len(cells) <= 66
-    assert (
-        words(cells) > sum(len(source(c).split()) for c in code(cells)) * 0.8
-    )  # more is told than typed
+    typed = sum(len(source(c).split()) for c in code(cells))
+    # More is told than typed; a further notebook may look at code that was told before.
+    assert words(cells) > typed * (0.6 if path in FURTHER else 0.8)
 
 
 def words(cells: list[dict]) -> int:
@@ -142,7 +142,7 @@ def test_something_is_compared_with_its_recorded_output(cells):
 
 def test_all_lessons_ran_on_one_machine():
     """Numbers of two machines must not stand in one course under one name."""
-    named = re.compile(r"([A-Z][^\n\"*|:,]*, family \d+ model \d+ \(\d+ threads\))")
+    named = re.compile(r"family \d+ model \d+ \(\d+ threads\)")
     seen: dict[str, list[str]] = {}
     for path in LESSONS + FURTHER:
         outputs = json.dumps([c["outputs"] for c in code(cells_of(path))], ensure_ascii=False)
