@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -787,8 +788,10 @@ def started(*options: str) -> Iterator[tuple[subprocess.Popen, str]]:
     """The command with the default checkpoint in a process of its own, and its first line."""
     command = [sys.executable, "-m", "minillm", "serve", "--port", "0", "--device", "cpu"]
     with subprocess.Popen(
-        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # Tests that run in the background ignore SIGINT, and their children would, too.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    ) as process:  # fmt: skip
         try:
             yield process, process.stdout.readline()
         finally:

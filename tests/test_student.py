@@ -16,7 +16,7 @@ LESSON = "10_sparsity"
 IMPORTS = """
 import torch
 from minillm import costs
-from minillm.mine import keep
+from minillm.mine.kept import keep
 from minillm.quantization.sparsity import compress, mask_2_4
 from minillm.tools.exercises import own_work
 """

@@ -27,7 +27,7 @@ from tokenizers import (
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from minillm import Tokenizer
-from minillm.tools.chat_template import render
+from minillm.tools.chat_template import Renderer, render
 from minillm.weights.default import fetch_default
 from minillm.weights.files import read_json
 from minillm.weights.gguf_header import read_gguf
@@ -673,15 +673,16 @@ FILES = {
 @pytest.fixture
 def each_template_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each template runs in its own process; most examples share one, so it is rendered once."""
-    rendered: dict[str, str] = {}
+    rendered, whole = {}, Renderer.render
 
-    def render_once(*request: Any) -> str:
+    def render_once(self: Renderer, messages: Any) -> str:
+        request = self._template, messages, self._tokens
         key = json.dumps(request)
         if key not in rendered:
-            rendered[key] = render(*request)
+            rendered[key] = whole(self, messages)
         return rendered[key]
 
-    monkeypatch.setattr("minillm.tokenizer.render", render_once)
+    monkeypatch.setattr(Renderer, "render", render_once)
 
 
 @settings(
