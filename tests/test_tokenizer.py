@@ -27,7 +27,7 @@ from tokenizers import (
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from minillm import Tokenizer
-from minillm.tools.chat_template import Renderer, render
+from minillm.tools.chat_template import Renderer
 from minillm.weights.default import fetch_default
 from minillm.weights.files import read_json
 from minillm.weights.gguf_header import read_gguf
