@@ -4,7 +4,6 @@
 """
 
 import json
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +12,13 @@ import pytest
 from order import TORCH_FREE
 
 SITE = Path(__file__).resolve().parent.parent / "site"
-sys.path.insert(0, str(SITE))
+sys.path[:0] = [str(SITE), str(SITE / "tests")]
 
 from builder.paths import lessons  # noqa: E402
 from builder.plain import modules, plain_modules  # noqa: E402
 from builder.slices import Exercise, exercises, holed, sliced  # noqa: E402
+from element_values import some_values  # noqa: E402
 from live import page  # noqa: E402
-from live.controls import Choice, Slider  # noqa: E402
 from live.scheduler import frames, parsed  # noqa: E402
 
 ONLY_THE_STANDARD_LIBRARY = """
@@ -67,16 +66,6 @@ print(json.dumps(found))
 
 
 # Live elements
-
-
-def some_values(name: str, seed: int) -> dict[str, object]:
-    """Random values of an element's choices and sliders."""
-    g = random.Random(seed)
-    return {
-        c.name: g.choice(list(c.options)) if isinstance(c, Choice) else g.choice(c.values)
-        for c in page.ELEMENTS[name].controls
-        if isinstance(c, (Choice, Slider))
-    }
 
 
 @pytest.mark.parametrize("name", [name for name in page.ELEMENTS if name != "load"])

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -14,8 +13,8 @@ from urllib.parse import unquote, urldefrag, urljoin, urlparse
 import pytest
 from builder.paths import HTML, lessons
 from builder.slices import Exercise, exercises
+from element_values import some_values
 from live import page as live_page
-from live.controls import Choice, Slider
 from playwright.sync_api import Browser, Page, sync_playwright
 
 CASES = {"memory": 10}
@@ -166,16 +165,6 @@ def test_python_starts_with_the_first_question_only(tab):
 
 
 # Live elements
-
-
-def some_values(name: str, seed: int) -> dict[str, object]:
-    """Random values of an element's choices and sliders."""
-    g = random.Random(seed)
-    return {
-        c.name: g.choice(list(c.options)) if isinstance(c, Choice) else g.choice(c.values)
-        for c in live_page.ELEMENTS[name].controls
-        if isinstance(c, (Choice, Slider))
-    }
 
 
 ASK = """async (questions) => {
