@@ -33,7 +33,7 @@ def part(file: str) -> tuple[ModuleType | SimpleNamespace, str]:
 
 
 @functools.lru_cache(maxsize=1)
-def _decoder(weights: int, config: ModelConfig) -> Decoder:
+def _decoder(config: ModelConfig) -> Decoder:
     with torch.device("meta"):
         return Decoder(config).eval().requires_grad_(False)
 
@@ -42,7 +42,7 @@ def my_decoder(
     weights: dict[str, Tensor], config: ModelConfig, tokens: Tensor, cache: Cache
 ) -> Tensor:
     """Logits (B, T, V) of token ids (B, T), with `Decoder`'s parameters by name."""
-    model = _decoder(id(weights), config)
+    model = _decoder(config)
     model.load_state_dict(weights, strict=False, assign=True)
     if config.tie_embeddings:
         model.head.weight = model.embed.weight
