@@ -76,7 +76,9 @@ def _version() -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    # Kept as they are, for a command that starts itself on several ranks.
+    options = _parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
     commands = {
         "generate": _generate, "chat": _chat, "count": _count, "fetch": _fetch,
         "mine": _mine, "serve": serve.run, "bench": bench_command.run,

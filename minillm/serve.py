@@ -1,14 +1,18 @@
 """The command `python -m minillm serve`: its options, the engine they describe, and its life.
 
-Not here: several ranks. `minillm.parallel.serving` has the engine for them, but starting and ending
-ranks is torchrun's, which knows nothing of requests under way.
+With --tp N the command starts torchrun on itself, and each of the N processes is a rank. Rank 0 is
+the server; the others compute what its engine tells them. A signal is for rank 0: it lets requests
+finish and then releases the others, which only listen to it.
 """
 
 import argparse
 import logging
+import os
+import signal
 import socket
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -46,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--kv-dtype", choices=("int8", "int4"), help="store keys and values in fewer bits")
     add("--drafter", choices=_DRAFTERS, help="speculate; student and medusa fit the default model")
+    add("--tp", type=int, default=1, metavar="N", help="ranks that share each layer; default: 1")
     add("--log-requests", action="store_true", help="print a line for each request")
 
 
@@ -56,13 +61,30 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(
             f"serve needs {' and '.join(missing)}; install them with pip install 'minillm[serve]'."
         )
+    _check(options)
+    if options.tp == 1:
+        return _serve(options)
+    from minillm.parallel.collectives import check_world_size, inside_torchrun
+    from minillm.parallel.ranks import run_command
+
+    if not inside_torchrun():
+        _check_ranks(options)
+        run_command(options.tp, "minillm", *options.arguments)
+        return 0
+    check_world_size("--tp", options.tp)
+    return _serve(options) if os.environ["RANK"] == "0" else _follow(options)
+
+
+def _serve(options: argparse.Namespace) -> int:
     from minillm.serving.engine_thread import EngineThread
     from minillm.serving.graceful import Server
     from minillm.serving.http_server import Endpoints
 
-    _check(options)
+    # What ranks say on standard error is kept for torchrun's report.
+    logging.basicConfig(
+        format="%(asctime)s %(message)s", stream=sys.stderr if options.tp == 1 else sys.stdout
+    )
     if options.log_requests:
-        logging.basicConfig(format="%(asctime)s %(message)s")
         logging.getLogger("minillm.serving.requests").setLevel(logging.INFO)
     with _listening(options.host, options.port) as sock:
         thread = EngineThread(lambda: built(options))
@@ -77,14 +99,40 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _follow(options: argparse.Namespace) -> int:
+    """A rank that is not the first: it has no requests, and ends when rank 0 does."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    with built(options):
+        return 0
+
+
 def _check(options: argparse.Namespace) -> None:
-    names = ("n_blocks", "block_size", "max_seqs", "max_waiting", "max_batch_tokens")
+    names = ("n_blocks", "block_size", "max_seqs", "max_waiting", "max_batch_tokens", "tp")
     for name in names:
         check_whole(f"--{name.replace('_', '-')}", getattr(options, name))
     if not 0 <= options.port < 65536:
         raise ValueError(f"--port is {options.port}; give a number from 0 to 65535.")
     if options.api_key is not None and not (options.api_key and options.api_key.isascii()):
         raise ValueError("--api-key is empty or not ASCII; give letters, digits and signs.")
+
+
+def _check_ranks(options: argparse.Namespace) -> None:
+    """ValueError, before any rank starts, for options that do not fit --tp."""
+    from minillm.parallel.loading import check_split
+
+    if options.drafter in ("student", "medusa"):
+        raise ValueError(
+            f"--drafter {options.drafter} multiplies with the model's own head, which --tp splits; "
+            "use --drafter ngram."
+        )
+    if options.device not in ("auto", "cpu"):
+        raise ValueError(
+            f"--device is {options.device}, but with --tp each rank takes a GPU of its own; give "
+            "auto or cpu."
+        )
+    check_split(options.model, options.dtype, options.tp)
+    _listening(options.host, options.port).close()
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -101,23 +149,36 @@ def _listening(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def built(options: argparse.Namespace) -> "Iterator[tuple[Engine, Tokenizer]]":
-    """The engine and tokenizer that the options describe."""
+    """The engine and tokenizer that the options describe; of ranks, only the first gets one."""
     from minillm.serving.engine import Engine
     from minillm.serving.engine_config import EngineConfig
-    from minillm.weights.loading import load
 
-    model, tokenizer = load(options.model, device=options.device, dtype=options.dtype)
+    model, tokenizer = _loaded(options)
     if tokenizer is None:
         raise ValueError(f"{options.model} has no tokenizer.json; a server needs one.")
     drafter = _drafter(options.drafter, model)
-    on_gpu = model.device.type == "cuda"
+    graphs = model.device.type == "cuda" and options.tp == 1
     config = EngineConfig(
         n_blocks=options.n_blocks, block_size=options.block_size, max_seqs=options.max_seqs,
         max_batch_tokens=options.max_batch_tokens, max_waiting=options.max_waiting,
         kv_dtype=options.kv_dtype, drafter=drafter,
-        cuda_graphs=on_gpu and not (drafter is not None and drafter.uses_states),
+        cuda_graphs=graphs and not (drafter is not None and drafter.uses_states),
     )  # fmt: skip
-    yield Engine(_prepacked(model), config), tokenizer
+    if options.tp == 1:
+        yield Engine(_prepacked(model), config), tokenizer
+        return
+    from minillm.parallel.serving import shared_engine
+
+    with shared_engine(model, config) or nullcontext() as engine:
+        yield engine, tokenizer
+
+
+def _loaded(options: argparse.Namespace) -> "tuple[Decoder, Tokenizer | None]":
+    if options.tp == 1:
+        from minillm.weights.loading import load as loaded
+    else:
+        from minillm.parallel.loading import load_tensor_parallel as loaded
+    return loaded(options.model, device=options.device, dtype=options.dtype)
 
 
 def _prepacked(model: "Decoder") -> "Decoder":

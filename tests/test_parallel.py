@@ -26,7 +26,7 @@ from minillm.costs import decode_bytes, kv_cache_bytes, matmul_params
 from minillm.hardware import Hardware
 from minillm.parallel import serving
 from minillm.parallel.__main__ import main
-from minillm.parallel.loading import load_tensor_parallel
+from minillm.parallel.loading import load_pipeline
 from minillm.parallel.plan import Plan, bubble_share, fitting_sizes, part
 from minillm.parallel.ranks import cause, on_ranks
 from minillm.parallel.serving import shared_engine
@@ -139,7 +139,14 @@ def test_what_only_the_ranks_can_find_out_is_one_sentence(capsys, monkeypatch):
         (
             "  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 7)\n"
             "  traceback : Signal 9 (SIGKILL) received by PID 7\n",
-            "A rank ended before the others (-9 (pid: 7)); look",
+            "A rank ended before the others (Signal 9 (SIGKILL) received by PID 7); look",
+        ),
+        (
+            "minillm: [pair.cc:553] Connection closed by peer [127.0.0.1]:4.\n"
+            "[rank0]: RuntimeError: Read error: Connection reset by peer.\n"
+            "Failures:\n  exitcode  : 2 (pid: 6)\nRoot Cause:\n  exitcode  : -9 (pid: 7)\n"
+            "  traceback : Signal 9 (SIGKILL) received by PID 7\n",
+            "A rank ended before the others (Signal 9 (SIGKILL) received by PID 7); look",
         ),
         ("", "A rank ended before the others (torchrun failed); look"),
     ],
@@ -301,7 +308,7 @@ def test_refused_before_any_rank_is_asked(monkeypatch):
     with pytest.raises(ValueError, match="n_microbatches is 0"):
         pipeline_parallel(model, n_microbatches=0)
     with pytest.raises(ValueError, match="dtype is 'int8', but shards are read in float32"):
-        load_tensor_parallel(dtype="int8")
+        load_pipeline(dtype="int8", n_microbatches=1)
     graphs = EngineConfig(n_blocks=8, cuda_graphs=True)
     with pytest.raises(ValueError, match="cuda_graphs is for one rank"):
         shared_engine(model, graphs)

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
 import signal
@@ -18,7 +19,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+import tokenizers
 from endpoint import Running, byte_tokenizer, serving, small_model
+from models import save_folder
 from openai import APIError, APIStatusError, AsyncOpenAI, OpenAI
 
 from minillm import Decoder, Engine, EngineConfig, Sampling, Tokenizer, generate, serve
@@ -27,6 +30,7 @@ from minillm.bench import serve_http
 from minillm.generation import prompt_logprobs
 from minillm.serving.answer_text import AnswerText
 from minillm.serving.engine_thread import ClosedError, EngineThread
+from minillm.vocabulary import byte_alphabet
 
 CHAT = [{"role": "user", "content": "Hello"}]
 MODEL = "custom"
@@ -783,6 +787,18 @@ def test_the_engine_that_the_options_describe(default, options, monkeypatch):
     assert answer.startswith(" Paris.") and engine.config.max_waiting == 256
 
 
+@pytest.fixture(scope="module")
+def small_folder(tmp_path_factory) -> Path:
+    """The tests' model and tokenizer as a folder in Hugging Face format."""
+    folder = save_folder(small_model(), tmp_path_factory.mktemp("served") / "model")
+    hf = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=byte_alphabet(), merges=[]))
+    hf.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    hf.decoder = tokenizers.decoders.ByteLevel()
+    hf.save(str(folder / "tokenizer.json"))
+    hf.add_special_tokens(["<|end|>"])
+    return folder
+
+
 @contextmanager
 def started(*options: str) -> Iterator[tuple[subprocess.Popen, str]]:
     """The command with the default checkpoint in a process of its own, and its first line."""
@@ -826,6 +842,72 @@ def test_a_signal_in_the_middle_of_a_stream(default, number):
     assert out == "" and process.returncode == 128 + number
     (line,) = err.splitlines()  # the log of this request, and no traceback
     assert "/v1/completions: 1 prompts of 1 tokens, 1 answers" in line
+
+
+# Several ranks
+
+
+def ranks_of(model: str) -> dict[str, int]:
+    """The process of each rank that serves this model."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            command = (folder / "cmdline").read_bytes()
+        except OSError:  # not ours, or over
+            continue
+        rank = [v.removeprefix(b"RANK=") for v in variables if v.startswith(b"RANK=")]
+        if rank and model.encode() in command:
+            found[rank[0].decode()] = int(folder.name)
+    return found
+
+
+@pytest.mark.slow
+def test_two_ranks_answer_and_end_together(small_folder, model):
+    with started("--tp", "2", "--dtype", "float32", "--model", str(small_folder)) as (ranks, said):
+        url = re.search(r"http://127\.0\.0\.1:\d+", said)[0]
+        client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        ask = {"model": client.models.list().data[0].id, "prompt": "Once", "temperature": 0}
+        answer = client.completions.create(**ask, max_tokens=20).choices[0]
+        assert answer.text == text_of(expected(model, "Once", 20))
+        scores = client.completions.create(**ask, max_tokens=0, echo=True, logprobs=1).choices[0]
+        exact = [row.logprob for row in prompt_logprobs(model, [*b"Once"])]
+        assert scores.logprobs.token_logprobs[1:] == pytest.approx(exact, abs=1e-4)
+        stream = client.completions.create(**ask, max_tokens=20, stream=True)
+        next(stream)
+        ranks.terminate()  # what is under way may finish
+        assert "".join(piece.choices[0].text for piece in stream) == answer.text[1:]
+        out, err = ranks.communicate(timeout=60)
+    assert (out, err, ranks.returncode) == ("", "", 128 + signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_server(small_folder):
+    with started("--tp", "2", "--dtype", "float32", "--model", str(small_folder)) as (ranks, said):
+        url = re.search(r"http://127\.0\.0\.1:\d+", said)[0]
+        os.kill(ranks_of(str(small_folder))["1"], signal.SIGKILL)
+        ask = {"prompt": "a", "max_tokens": 100, "ignore_eos": True}
+        assert httpx.post(f"{url}/v1/completions", json=ask, timeout=60).status_code >= 500
+        _, err = ranks.communicate(timeout=60)
+    assert ranks.returncode == 2 and err.startswith("minillm: A rank ended before the others (")
+    assert "SIGKILL" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tp", "0"], "--tp is 0"),
+        (["--tp", "2"], "2 ranks cannot share the 9 query heads and 3 key/value heads"),
+        (["--tp", "3", "--drafter", "medusa"], "use --drafter ngram"),
+        (["--tp", "3", "--device", "cuda:1"], "each rank takes a GPU of its own"),
+        (["--tp", "3", "--dtype", "nonsense"], "nonsense"),
+        (["--tp", "3", "--host", "256.1.1.1"], "Nothing can listen at 256.1.1.1"),
+    ],
+)
+def test_before_any_rank_starts(default, arguments, words, capsys):
+    assert main(["serve", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert words in err and err.count("\n") == 1 and not out
 
 
 # The benchmark

@@ -8,12 +8,11 @@ The command starts torchrun on itself. For several machines, start torchrun on e
 
 import argparse
 import os
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from minillm.parallel.collectives import Group, init, inside_torchrun, own_device, world_size
-from minillm.parallel.ranks import cause, torchrun
+from minillm.parallel.collectives import Group, check_world_size, inside_torchrun
+from minillm.parallel.ranks import run_command
 from minillm.tools.checks import check_request, check_whole
 from minillm.tools.command_line import Parser, run
 
@@ -53,37 +52,22 @@ def _generate(options: argparse.Namespace, arguments: list[str]) -> int:
     if inside_torchrun():  # this process is one of the ranks
         _run_rank(options, size)
         return 0
-    done = subprocess.run(
-        [*torchrun(size), "-m", "minillm.parallel", *arguments],
-        stderr=subprocess.PIPE, text=True, errors="replace", check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(cause(done.stderr))
+    run_command(size, "minillm.parallel", *arguments)
     return 0
 
 
 def _check(options: argparse.Namespace) -> None:
     """ValueError, before any rank starts, for options that do not fit the model."""
-    from minillm.parallel.loading import device_and_plain_dtype
-    from minillm.parallel.plan import check_size, check_stages
-    from minillm.weights.loading import opened
+    from minillm.parallel.loading import check_split
 
-    if options.pp > 1 or options.dtype not in ("int8", "int4"):
-        device_and_plain_dtype("auto", options.dtype)
-    with opened(options.model) as (checkpoint, tokenizer):  # reads the config, not the weights
-        check_size(checkpoint.config, options.tp)
-        check_stages(checkpoint.config.n_layers, options.pp)
-    if tokenizer is None:
-        raise ValueError("The model's folder has no tokenizer; give a model that has one.")
+    config, tokenizer = check_split(options.model, options.dtype, options.tp, options.pp)
     ids = tokenizer.encode(options.prompt)
-    check_request(checkpoint.config, ids, options.max_new_tokens, tokenizer.stop_ids)
+    check_request(config, ids, options.max_new_tokens, tokenizer.stop_ids)
 
 
 def _load(options: argparse.Namespace) -> "tuple[Decoder, Tokenizer, list[Group]]":
     """This rank's part of the model, the tokenizer, and the groups whose ledgers count."""
     from minillm.parallel.loading import load_pipeline, load_tensor_parallel
-    from minillm.parallel.tensor import tensor_parallel
-    from minillm.weights.loading import load
 
     dtype, sequence_parallel = options.dtype, options.sequence_parallel
     if options.pp > 1:
@@ -93,14 +77,9 @@ def _load(options: argparse.Namespace) -> "tuple[Decoder, Tokenizer, list[Group]
         )  # fmt: skip
         groups = (stage.group, stage.tensor_group)
         return stage.model, tokenizer, [group for group in groups if group is not None]
-    if dtype in ("int8", "int4"):  # loaded whole, then cut as they are stored
-        init()
-        whole, tokenizer = load(options.model, device=own_device(), dtype=dtype)
-        model = tensor_parallel(whole, sequence_parallel=sequence_parallel)
-    else:
-        model, tokenizer = load_tensor_parallel(
-            options.model, dtype=dtype, sequence_parallel=sequence_parallel
-        )
+    model, tokenizer = load_tensor_parallel(
+        options.model, dtype=dtype, sequence_parallel=sequence_parallel
+    )
     return model, tokenizer, [model.group]
 
 
@@ -108,10 +87,7 @@ def _run_rank(options: argparse.Namespace, size: int) -> None:
     """Generate together with the other ranks; rank 0 prints."""
     from minillm.generation import generate
 
-    if size != world_size():
-        raise ValueError(
-            f"--tp and --pp ask for {size} ranks, but torchrun started {world_size()}."
-        )
+    check_world_size("--tp and --pp", size)
     model, tokenizer, groups = _load(options)
     is_first = os.environ["RANK"] == "0"  # all ranks produce the same tokens
     stream = tokenizer.stream()

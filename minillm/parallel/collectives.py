@@ -93,6 +93,12 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def check_world_size(asked: str, size: int) -> None:
+    """ValueError if torchrun did not start as many ranks as the options `asked` ask for."""
+    if size != world_size():
+        raise ValueError(f"{asked} ask for {size} ranks, but torchrun started {world_size()}.")
+
+
 class Group:
     """The ranks that share a model, and what this one has sent to the others.
 

@@ -6,7 +6,7 @@ Cost: each of R ranks reads and holds about 1 / R of the weights' bytes, plus a 
 The model is built on PyTorch's meta device, which has shapes but no numbers, and cut there as
 `tensor_parallel` and `pipeline_parallel` cut any model. Only this rank's part is then allocated and
 read. In a GGUF file columns are cut from rows that have been read.
-Not here: quantized formats. For these, load the whole model and cut it.
+int8 and int4 are made of whole matrices: for these, each rank reads the whole model and cuts it.
 """
 
 from pathlib import Path
@@ -14,15 +14,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from minillm.config import ModelConfig
 from minillm.model import Decoder
-from minillm.parallel.collectives import inside_torchrun, own_device, wait_for_all
+from minillm.parallel.collectives import init, inside_torchrun, own_device, wait_for_all
 from minillm.parallel.pipeline import Stage, pipeline_parallel
-from minillm.parallel.plan import Plan, part
+from minillm.parallel.plan import Plan, check_size, check_stages, part
 from minillm.parallel.tensor import ShardedDecoder, tensor_parallel
 from minillm.tokenizer import Tokenizer
 from minillm.tools.devices import device_and_dtype
 from minillm.weights.build import Checkpoint, empty_model, fill, parameter_sources
-from minillm.weights.loading import opened
+from minillm.weights.loading import load, opened
 
 
 def load_tensor_parallel(
@@ -34,9 +35,14 @@ def load_tensor_parallel(
 ) -> tuple[ShardedDecoder, Tokenizer | None]:
     """This rank's part of a checkpoint, as `tensor_parallel` cuts it from a whole model.
 
-    source, device, dtype: as in `minillm.load`, without int8 and int4. Every rank makes the same
-    call, inside torchrun. Errors as in `minillm.load` and `tensor_parallel`.
+    source, device, dtype: as in `minillm.load`; "auto" is this rank's own device. Every rank makes
+    the same call, inside torchrun. Errors as in `minillm.load` and `tensor_parallel`.
     """
+    if dtype in ("int8", "int4"):
+        init()
+        own = own_device() if device == "auto" else device
+        whole, tokenizer = load(source, device=own, dtype=dtype)
+        return tensor_parallel(whole, sequence_parallel=sequence_parallel), tokenizer
     device, dtype = device_and_plain_dtype(device, dtype)
     with opened(source) as (checkpoint, tokenizer):
         model = empty_model(checkpoint, dtype)
@@ -58,7 +64,7 @@ def load_pipeline(
 ) -> tuple[Stage, Tokenizer | None]:
     """This rank's stage of a checkpoint, as `pipeline_parallel` cuts it from a whole model.
 
-    Other arguments and errors as in `load_tensor_parallel`.
+    Other arguments and errors as in `load_tensor_parallel`; ValueError for int8 and int4.
     """
     device, dtype = device_and_plain_dtype(device, dtype)
     with opened(source) as (checkpoint, tokenizer):
@@ -73,6 +79,24 @@ def load_pipeline(
     return stage, tokenizer
 
 
+def check_split(
+    source: str | Path | None, dtype: str, tp: int, pp: int = 1
+) -> tuple[ModelConfig, Tokenizer]:
+    """The config and the tokenizer of a checkpoint, which are read before any rank starts.
+
+    ValueError for a dtype that is none, for a model that tp ranks a layer and pp stages cannot
+    share, and for one without a tokenizer.
+    """
+    if pp > 1 or dtype not in ("int8", "int4"):
+        device_and_plain_dtype("auto", dtype)
+    with opened(source) as (checkpoint, tokenizer):  # reads the config, not the weights
+        check_size(checkpoint.config, tp)
+        check_stages(checkpoint.config.n_layers, pp)
+    if tokenizer is None:
+        raise ValueError("The model's folder has no tokenizer; give a model that has one.")
+    return checkpoint.config, tokenizer
+
+
 def device_and_plain_dtype(
     device: str | torch.device, dtype: str | torch.dtype
 ) -> tuple[torch.device, torch.dtype]:
@@ -83,7 +107,7 @@ def device_and_plain_dtype(
     if dtype in ("int8", "int4"):
         raise ValueError(
             f"dtype is {dtype!r}, but shards are read in float32, float16 or bfloat16; load the "
-            "whole model with minillm.load, and give it to tensor_parallel or pipeline_parallel."
+            "whole model with minillm.load, and give it to pipeline_parallel."
         )
     if device == "auto" and inside_torchrun():
         device = own_device()

@@ -1,4 +1,4 @@
-"""Functions of a notebook on ranks of this machine, each a process of its own.
+"""Ranks of this machine, each a process of its own: for a command, or for a notebook's functions.
 
 A rank shares no memory with the notebook. It gets the source of the functions, calls the last of
 them, and what this returns comes back as JSON, in which the keys of a dictionary are texts.
@@ -49,6 +49,27 @@ def on_ranks(
         return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(n)]
 
 
+def run_command(n: int, *command: str) -> None:
+    """Run `python -m command` on n ranks until they end; whatever ends this process ends them.
+
+    Each gets its share of the machine's cores, unless OMP_NUM_THREADS says otherwise.
+    RuntimeError, with the cause in one sentence, if a rank fails.
+    """
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // n))}
+    with subprocess.Popen(
+        [*torchrun(n), "-m", *command], env=threads | os.environ, stderr=subprocess.PIPE,
+        text=True, errors="replace", start_new_session=True,  # Ctrl-C reaches this process alone
+    ) as ranks:  # fmt: skip
+        try:
+            _, report = ranks.communicate()
+        except BaseException:  # Ctrl-C, SIGTERM
+            ranks.terminate()  # torchrun tells the ranks, and waits until they have ended
+            ranks.communicate()
+            raise
+    if ranks.returncode:
+        raise RuntimeError(cause(report))
+
+
 def torchrun(n: int) -> list[str]:
     """The command that starts n ranks on this machine; what they run follows it."""
     return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={n}"]
@@ -58,15 +79,19 @@ def cause(report: str) -> str:
     """What ended the ranks, in one sentence, from all that they and torchrun have said.
 
     A rank that knows says it as any command does, often several of them the same. One that was
-    ended from outside says nothing, and torchrun says how it ended.
+    ended from outside says nothing: the others only miss it, and torchrun says how it ended.
     """
+    report = re.sub(r"^.*(closed|reset) by peer.*$", "", report, flags=re.M)
     told = re.search(r"^minillm: (.*)$", report, re.M)
     if told:
         # gloo and NCCL put the place in their source first.
         return re.sub(r"^\[[^]]*\] *", "", told[1])
-    raised = re.findall(
-        r"^(?:\[rank\d+\]: ?)?(\w+(?:\.\w+)*(?:Error|Exception): .*)$", report, re.M
+    raised = re.search(
+        r"^(?:\[rank\d+\]: ?)?(\w+(?:\.\w+)*(?:Error|Exception): \S.*)$", report, re.M
     )
-    ended = re.findall(r"traceback : (Signal .*)$|exitcode +: (.*)$", report, re.M)
-    how = raised[0] if raised else next((a or b for a, b in ended), "torchrun failed")
-    return f"A rank ended before the others ({how.strip()}); look at its memory, or start again."
+    first = report.partition("Root Cause")[2] or report
+    ended = re.search(r"traceback : (Signal .*)$", first, re.M) or re.search(
+        r"exitcode +: (.*)$", first, re.M
+    )
+    how = next((found[1].strip() for found in (raised, ended) if found), "torchrun failed")
+    return f"A rank ended before the others ({how}); look at its memory, or start again."

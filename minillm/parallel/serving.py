@@ -6,24 +6,30 @@ Cost: a message of a few hundred bytes to every rank before each step.
 
 Requests arrive at rank 0 only. It sends each step's plan to the other ranks, which have the same
 blocks and run the same pass; all other communication is the model's own. So nothing that only rank
-0 knows (requests, the clock, draft tokens) can make the ranks diverge.
+0 knows (requests, the clock, draft tokens) can make the ranks diverge. A prompt that is only scored
+is sent the same way.
 Not here: CUDA graphs, which cannot contain collectives over gloo.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minillm.generation import prompt_logprobs
 from minillm.model import Decoder
 from minillm.paged import PagedKVCache
 from minillm.parallel.collectives import Group, patient_group
 from minillm.quantization.kv_cache import storage_for
+from minillm.sampling import TokenLogprobs
 from minillm.serving.engine import Engine
 from minillm.serving.engine_config import EngineConfig
 from minillm.serving.model_runner import forward
 from minillm.serving.step_plan import StepPlan
+from minillm.tools.checks import check_request
 
 
 def shared_engine(model: Decoder, config: EngineConfig) -> "LeadingEngine | None":
@@ -68,13 +74,24 @@ class LeadingEngine(Engine):
 
     def _forward(self, plan: StepPlan) -> tuple[Tensor, list[int], Tensor | None]:
         """Send the step and compute it; RuntimeError once a step has failed on this rank alone."""
+        with self._together("step", plan.items, plan.copies):
+            return super()._forward(plan)
+
+    def score(self, prompt_ids: Sequence[int], n_top: int = 0) -> list[TokenLogprobs]:
+        """As the engine's, on all ranks."""
+        ids, _ = check_request(self.model.config, prompt_ids, 0, ())  # before the others hear of it
+        with self._together("score", ids):
+            return super().score(ids, n_top)
+
+    @contextmanager
+    def _together(self, *told: object) -> Iterator[None]:
+        """Tell the other ranks what the block computes; they compute it at the same time."""
         if self._broken:
             raise RuntimeError("A step has failed on this rank alone; start all ranks again.")
         self._broken = True  # until this pass is complete: the others will complete theirs
-        dist.broadcast_object_list([(plan.items, plan.copies)], 0, group=self._control)
-        computed = super()._forward(plan)
+        dist.broadcast_object_list([told], 0, group=self._control)
+        yield
         self._broken = False
-        return computed
 
     def __enter__(self) -> "LeadingEngine":
         return self
@@ -87,7 +104,7 @@ class LeadingEngine(Engine):
 
 @torch.inference_mode()
 def _follow(model: Decoder, config: EngineConfig, control: dist.ProcessGroup) -> None:
-    """Run the steps that rank 0 sends, until it sends None."""
+    """Compute what rank 0 sends, until it sends None."""
     storage = storage_for(config.kv_dtype)
     cache = PagedKVCache(
         model, config.n_blocks, config.block_size, backend=config.backend, storage=storage
@@ -95,7 +112,10 @@ def _follow(model: Decoder, config: EngineConfig, control: dist.ProcessGroup) ->
     while True:
         told: list[Any] = [None]
         dist.broadcast_object_list(told, 0, group=control)
-        if told[0] is None:
-            return
-        items, copies = told[0]
-        forward(items, copies, model, cache, None)
+        match told[0]:
+            case None:
+                return
+            case "step", items, copies:
+                forward(items, copies, model, cache, None)
+            case "score", ids:
+                prompt_logprobs(model, ids, backend=config.backend)

@@ -18,10 +18,11 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
+from minillm.generation import prompt_logprobs
 from minillm.model import Decoder
 from minillm.paged import PagedKVCache
 from minillm.quantization.kv_cache import storage_for
-from minillm.sampling import Sampling, check_sampling
+from minillm.sampling import Sampling, TokenLogprobs, check_sampling
 from minillm.serving.cuda_graphs import DecodeGraphs
 from minillm.serving.engine_config import EngineConfig
 from minillm.serving.model_runner import draw_tokens, drawn_logprobs, forward
@@ -195,6 +196,10 @@ class Engine:
         self._recovery.restore()
         if self.config.drafter is not None:
             self._proposer = self._drafting()
+
+    def score(self, prompt_ids: Sequence[int], n_top: int = 0) -> list[TokenLogprobs]:
+        """`prompt_logprobs` of the engine's model: a pass of its own, beside the requests."""
+        return prompt_logprobs(self.model, prompt_ids, n_top, backend=self.config.backend)
 
     def run(self) -> dict[int, Completion]:
         """Step until nothing is left; returns the completions by request id.

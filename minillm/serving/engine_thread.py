@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from minillm.generation import prompt_logprobs
 from minillm.sampling import Sampling, TokenLogprobs
 from minillm.serving.answer_text import AnswerText
 from minillm.serving.engine import Engine
@@ -175,8 +174,8 @@ class EngineThread:
         return self.call(lambda: self._submit(job, hear))
 
     def score(self, prompt: Sequence[int], n_top: int) -> "Future[list[TokenLogprobs]]":
-        """`prompt_logprobs`, in a pass of its own between two steps."""
-        return self.call(lambda: prompt_logprobs(self.engine.model, prompt, n_top))
+        """The engine's `score`, in a pass of its own between two steps."""
+        return self.call(lambda: self.engine.score(prompt, n_top))
 
     def abort(self, ids: Sequence[int]) -> None:
         """End those requests before the next step, if they are not over. Nothing waits for it."""
