@@ -47,7 +47,7 @@ _MODULES = {
     )
 } | {"plots": "tools.plots"}  # fmt: skip
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 __all__ = [*_HOME, *_MODULES]
 
 

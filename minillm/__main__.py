@@ -3,10 +3,9 @@
 import argparse
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from minillm import serve
+from minillm import __version__, serve
 from minillm.bench import command as bench_command
 from minillm.tools.command_line import Parser, run
 
@@ -21,7 +20,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m minillm",
         description="LLM inference, from first principles to the hardware limit.",
     )
-    parser.add_argument("--version", action="version", version=f"minillm {_version()}")
+    parser.add_argument("--version", action="version", version=f"minillm {__version__}")
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="generate|chat|serve|count|fetch|mine|bench"
     )
@@ -64,14 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("mine", help="the parts that you built in the lessons, checked again")
     bench_command.add_arguments(commands.add_parser("bench", help="run benchmarks"))
     return parser
-
-
-def _version() -> str:
-    """Of the installed package; a checkout that was never installed has none."""
-    try:
-        return version("minillm")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def main(arguments: list[str] | None = None) -> int:

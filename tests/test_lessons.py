@@ -5,6 +5,7 @@ Executed in order, exercises that nbgrader understands, cells that can be read.
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,13 @@ LESSONS = sorted(FOLDER.glob("*.ipynb"))
 FURTHER = sorted(FOLDER.glob("further/*.ipynb"))
 
 
-def cells_of(path: Path) -> list[dict]:
+def all_cells(path: Path) -> list[dict]:
     return json.loads(path.read_text(encoding="utf-8"))["cells"]
+
+
+def cells_of(path: Path) -> list[dict]:
+    """Those of the lesson itself: without the cell that installs the package."""
+    return [c for c in all_cells(path) if "set-up" not in c["metadata"].get("tags", ())]
 
 
 @pytest.fixture(params=LESSONS + FURTHER, ids=lambda p: p.stem)
@@ -52,7 +58,8 @@ def test_there_are_lessons():
         assert f"(further/{path.name})" in texts
 
 
-def test_committed_as_executed(cells):
+def test_committed_as_executed(path):
+    cells = all_cells(path)
     counts = [c["execution_count"] for c in code(cells)]
     assert counts == list(range(1, len(counts) + 1))
     for output in (o for c in code(cells) for o in c["outputs"]):
@@ -61,6 +68,41 @@ def test_committed_as_executed(cells):
         assert output.get("name") != "stderr"
         for word in ("Warning", "Traceback", "/root/", "/home/", "/tmp/", "widget"):
             assert word not in text
+
+
+SET_UP = source(all_cells(LESSONS[0])[1])
+
+
+def test_each_begins_with_the_same_set_up(path):
+    (cell,) = (c for c in all_cells(path) if "set-up" in c["metadata"].get("tags", ()))
+    assert cell is not None and source(cell) == SET_UP == source(all_cells(path)[1])
+    assert cell["metadata"]["jupyter"]["source_hidden"] and not cell["outputs"]
+
+
+@pytest.mark.parametrize("place", ["notebooks/further", "elsewhere", "installed"])
+def test_the_set_up_installs_what_is_missing(place, tmp_path, monkeypatch):
+    """In a copy of the project, where a lesson lies alone, and where the package is there."""
+    root = tmp_path / "project"
+    (root / "notebooks" / "further").mkdir(parents=True)
+    (root / "constraints.txt").touch()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(root / place if place == "notebooks/further" else tmp_path / "elsewhere")
+    if place != "installed":
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        monkeypatch.setattr("builtins.input", lambda asked: "https://example.org/minillm")
+    asked, path = [], list(sys.path)
+    monkeypatch.setattr("sys.path", path)
+    monkeypatch.setattr("subprocess.run", lambda words, **_: asked.append([str(w) for w in words]))
+    exec(SET_UP, {})
+    if place == "installed":
+        assert not asked
+        return
+    if place == "elsewhere":
+        root = tmp_path / "elsewhere" / "minillm-project"
+        assert asked.pop(0)[-2:] == ["https://example.org/minillm", str(root)]
+    install, fetch = asked
+    assert install[-4:] == ["-c", f"{root}/constraints.txt", "-e", f"{root}[lessons,serve]"]
+    assert fetch[1:] == ["-m", "minillm", "fetch"] and path[0] == str(root)
 
 
 def test_cells_can_be_read(path, cells):

@@ -11,7 +11,7 @@ from live.page import ELEMENTS, placed
 
 from builder.paths import FIGURES, NOTEBOOKS, ROOT
 from builder.reference import folded
-from builder.slices import Exercise, exercises, holed
+from builder.slices import Exercise, exercises, holed, without_set_up
 
 Cell = dict[str, Any]
 LIVE = re.compile(r"<!-- *live: *(\w+) *-->")
@@ -26,7 +26,7 @@ RIGHT_ANSWER = "Show the check, and what a right answer prints"
 
 def page(notebook: Path) -> tuple[str, dict[str, dict[str, str]]]:
     """(the notebook that Sphinx reads, what the exercises in it run)."""
-    whole = json.loads(notebook.read_text(encoding="utf-8"))
+    whole = without_set_up(json.loads(notebook.read_text(encoding="utf-8")))
     known = {exercise.name: exercise for exercise in exercises(notebook)}
     cells: list[Cell] = []
     guesses: list[str] = []

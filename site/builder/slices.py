@@ -54,9 +54,15 @@ def holed(source: str) -> str:
     return HOLE.sub(r"\1# YOUR CODE HERE\n\1raise NotImplementedError\n", source).rstrip() + "\n"
 
 
+def without_set_up(notebook: dict) -> dict:
+    """A notebook without the cell that installs the package: a page has it."""
+    kept = [c for c in notebook["cells"] if "set-up" not in c["metadata"].get("tags", [])]
+    return {**notebook, "cells": kept}
+
+
 def exercises(notebook: Path) -> list[Exercise]:
     """The graded exercises of a notebook, in their order."""
-    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    cells = without_set_up(json.loads(notebook.read_text(encoding="utf-8")))["cells"]
     codes = [(i, cell) for i, cell in enumerate(cells) if cell["cell_type"] == "code"]
     found: list[Exercise] = []
     for at, cell in codes:
