@@ -55,7 +55,7 @@ def bench(device: torch.device, *, repeats: int = 5) -> Path:
     recording = Recording("serve_http", device, settings)
     llama_cpp = has("xllamacpp", recording, LLAMA_CPP)
     with ExitStack() as stack:
-        servers = {form: stack.enter_context(_endpoint(form)) for form in forms}
+        servers = {form: stack.enter_context(endpoint(form)) for form in forms}
         engines = {form: _engine(form) for form in forms}
         for n in AT_ONCE:
             _measure(recording, n, engines, servers, llama_cpp=llama_cpp, repeats=repeats)
@@ -72,7 +72,7 @@ class _Server:
 
 
 @contextmanager
-def _endpoint(form: str) -> Iterator[_Server]:
+def endpoint(form: str) -> Iterator[_Server]:
     """`python -m minillm serve` on the default checkpoint, in a process of its own."""
     command = [sys.executable, "-m", "minillm", "serve", "--port", "0", "--device", "cpu"]
     with subprocess.Popen([*command, "--dtype", form], stdout=subprocess.PIPE, text=True) as server:
