@@ -65,7 +65,7 @@ test: lint
 	$(PYTEST) -m compile
 	TRITON_INTERPRET=1 $(PYTEST) -m interpret
 	PYTHONPATH=tests $(PYTEST) -p without_triton -m "not slow and not gpu" tests
-	MINILLM_FIGURES=build/figures $(PYTEST) --dist loadfile --nbval-lax $(LESSONS) $(FURTHER)
+	MINILLM_QUICK=1 MINILLM_FIGURES=build/figures $(PYTEST) --dist loadfile --nbval-lax $(LESSONS) $(FURTHER)
 	@fresh=$$(mktemp -d) && { $(MAKE) course COURSE="$$fresh"; code=$$?; rm -rf "$$fresh"; exit $$code; }
 	@$(MAKE) site-test
 

@@ -61,9 +61,9 @@ ROOMS: tuple[str | tuple[str, tuple[str, ...]], ...] = (
         "bench",
         (
             "recording", "models", "peers", "decode", "prefill", "attention", "serve_gpu", "serve",
-            "serve_http", "load", "quantize", "quality", "distill", "speculate", "gpu", "gpu_tests",
-            "gpu_kernels", "gpu_decode", "gpu_model", "gpu_lessons", "gpu_second", "tables",
-            "command", "__main__",
+            "serve_http", "clients", "load", "quantize", "quality", "distill", "speculate", "gpu",
+            "gpu_tests", "gpu_kernels", "gpu_decode", "gpu_model", "gpu_lessons", "gpu_second",
+            "tables", "command", "__main__",
         ),
     ),
     ("mine", ("source", "checks", "parts", "kept", "ours")),

@@ -1,8 +1,6 @@
 """The roofline's arithmetic, the presets, and one measurement of this machine."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -104,13 +102,8 @@ def test_a_machine_has_its_middle_bandwidth_and_its_best_peak(monkeypatch):
 
 @pytest.mark.slow
 def test_measuring_this_machine(monkeypatch):
-    """With fewer repeats than usual, which only makes the figures less exact."""
-
-    def twice(fn: Callable[[], Any], device: torch.device, repeats: int, statistic: Any) -> float:
-        assert repeats > 2
-        return seconds_per_call(fn, device, 2, statistic)
-
-    monkeypatch.setattr(measure, "seconds_per_call", twice)
+    """Everything once, as in the lessons' tests, which only makes the figures less exact."""
+    monkeypatch.setattr(measure, "_QUICK", True)
     measured = Hardware.measure("cpu")
     values = [measured.bandwidth, measured.copy_bandwidth, *measured.peak_flops.values()]
     assert all(type(x) is float and math.isfinite(x) and 1e8 < x < 1e16 for x in values)
@@ -121,6 +114,16 @@ def test_measuring_this_machine(monkeypatch):
     # matrix-vector product less.
     assert roofline_seconds(measured, 1e12, 1e6, "float32") == 1e12 / measured.peak("float32")
     assert roofline_seconds(measured, 1e6, 1e12, torch.float32) == 1e12 / measured.bandwidth
+
+
+def test_quick_measures_call_once(monkeypatch):
+    monkeypatch.setattr(measure, "_QUICK", True)
+    monkeypatch.setattr(measure, "read_bandwidth", lambda *_: 2.0)
+    calls, cpu = [], torch.device("cpu")
+    assert seconds_per_call(lambda: calls.append("per call"), cpu) >= 0
+    assert measure.alternate({"one": lambda: calls.append("alternate") or 1.0}, 9) == {"one": [1.0]}
+    assert measure.steady(lambda: calls.append("steady"), cpu, torch.float32) == ([None], 2.0)
+    assert calls == ["per call", "alternate", "steady"]
 
 
 def test_the_name_of_a_processor_tells_generations_apart(tmp_path):

@@ -20,13 +20,15 @@ from pathlib import Path
 import httpx
 import pytest
 import tokenizers
+import torch
 from endpoint import Running, byte_tokenizer, serving, small_model
 from models import save_folder
 from openai import APIError, APIStatusError, AsyncOpenAI, OpenAI
 
 from minillm import Decoder, Engine, EngineConfig, Sampling, Tokenizer, generate, serve
 from minillm.__main__ import main
-from minillm.bench import serve_http
+from minillm.bench import clients, serve_http
+from minillm.bench.recording import Recording
 from minillm.generation import prompt_logprobs
 from minillm.serving.answer_text import AnswerText
 from minillm.serving.engine_thread import ClosedError, EngineThread
@@ -921,6 +923,30 @@ def test_the_benchmark_sees_every_token(server, model, monkeypatch):
     assert len(seen.ttft) == 3 and len(seen.itl) == 3 * 6
     engine = Engine(model, EngineConfig(n_blocks=64))
     assert serve_http._without_http(engine, 3) > 0 and not engine.busy
+
+
+def test_answers_of_other_clients_are_compared(server, model, tokenizer, monkeypatch, tmp_path):
+    """One that hands on what it gets, and one that loses the last letter of a stream."""
+
+    def handing_on(url, name):
+        chat = partial(
+            OpenAI(base_url=url, api_key="none").chat.completions.create,
+            model=name, temperature=0, max_tokens=clients.N_NEW,
+        )  # fmt: skip
+
+        def whole(text):
+            return chat(messages=[{"role": "user", "content": text}]).choices[0].message.content
+
+        return whole, whole
+
+    def losing(url, name):
+        whole, _ = handing_on(url, name)
+        return whole, lambda text: whole(text)[:-1]
+
+    monkeypatch.setattr(clients, "ASKS", {"pytest": handing_on, "httpx": losing})
+    recording = Recording("clients", torch.device("cpu"), {}, tmp_path)
+    clients.compare_answers(recording, f"{server.url}/v1", model, tokenizer)
+    assert [row["value"] for row in recording.document["rows"]] == [16, 8]
 
 
 def test_the_benchmark_belongs_to_serve(capsys):

@@ -15,7 +15,6 @@ import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import (
-    AddedToken,
     Regex,
     decoders,
     models,
@@ -27,6 +26,7 @@ from tokenizers import (
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from minillm import Tokenizer
+from minillm.bench.peers import tokenizers_twin
 from minillm.tools.chat_template import Renderer
 from minillm.weights.default import fetch_default
 from minillm.weights.files import read_json
@@ -146,22 +146,7 @@ def pairs(
         hf.save(str(folder / "tokenizer.json"))
         both[style] = tokenizer_from_folder(folder), hf
     fields, _ = read_gguf(fetch_default())
-    tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
-    merges = [tuple(m.split(" ")) for m in fields["tokenizer.ggml.merges"]]
-    hf = tokenizers.Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges))
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    hf.pre_tokenizer = pre_tokenizers.Sequence(
-        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
-    )
-    hf.decoder = decoders.ByteLevel()
-    hf.add_special_tokens(
-        [
-            AddedToken(t, normalized=False)
-            for t, kind in zip(tokens, types, strict=True)
-            if kind == 3
-        ]
-    )
-    both["default"] = tokenizer_from_gguf(fields), hf
+    both["default"] = tokenizer_from_gguf(fields), tokenizers_twin(fields)
     return both
 
 

@@ -10,10 +10,13 @@ times, since machines are noisy.
     models.py      the models that are measured                serve.py, serve_gpu.py, load.py,
     peers.py       the same work by other libraries            quantize.py, quality.py,
     tables.py      the results as tables                       speculate.py: one each
-                                                               gpu.py, gpu_*.py: make gpu
+    serve_http.py  the endpoint, in turns with its engine      gpu.py, gpu_*.py: make gpu
+    clients.py     the endpoint, asked by others' clients: by hand
 """
 
 BENCHMARKS = (
     "decode", "prefill", "attention", "serve", "load", "quantize", "quality", "distill",
     "speculate",
 )  # fmt: skip
+RECORDED = (*BENCHMARKS, "serve_http", "clients")
+"""Those whose results are shown: the two last have commands of their own."""

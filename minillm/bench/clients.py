@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from minillm.bench.peers import tokenizers_twin
 from minillm.bench.recording import Recording
 from minillm.bench.serve_http import endpoint
 from minillm.generation import generate, prompt_logprobs
@@ -74,18 +75,25 @@ def langchain(url: str, model: str) -> tuple[Ask, Ask]:
     )
 
 
-def compare_answers(recording: Recording, url: str, model: "Decoder", tokenizer: "Tokenizer") -> None:
+ASKS = {"litellm": litellm, "langchain-openai": langchain}
+
+
+def compare_answers(
+    recording: Recording, url: str, model: "Decoder", tokenizer: "Tokenizer"
+) -> None:
     """A row for each client: how many of its answers are those of `generate`."""
     expected = []
     for question in QUESTIONS:
         ids = tokenizer.chat([{"role": "user", "content": question}])
         new = generate(model, ids, N_NEW, stop_ids=tokenizer.stop_ids)
         expected.append(tokenizer.decode([t for t in new if t not in tokenizer.stop_ids]))
-    for package, asks in (("litellm", litellm), ("langchain-openai", langchain)):
+    for package, asks in ASKS.items():
         whole, streamed = asks(url, model.config.name)
         answers = [(whole(question), streamed(question)) for question in QUESTIONS]
         equal = sum((a == e) + (s == e) for (a, s), e in zip(answers, expected, strict=True))
-        what = f"{package} {version(package)}: of {2 * len(QUESTIONS)} answers, half of them streamed"
+        what = (
+            f"{package} {version(package)}: of {2 * len(QUESTIONS)} answers, half of them streamed"
+        )
         add(recording, f"{what}, those that are generate's", equal, "answers")
 
 
@@ -120,21 +128,12 @@ def compare_likelihoods(
 @contextmanager
 def tokenizer_folder() -> "Iterator[Path]":
     """The default checkpoint's tokenizer as transformers reads it, out of the GGUF file."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     fields, _ = read_gguf(fetch_default())
-    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
-    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    hf = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    hf.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    hf.decoder = decoders.ByteLevel()
-    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == 3]
-    hf.add_special_tokens([AddedToken(token, normalized=False) for token in control])
+    hf = PreTrainedTokenizerFast(tokenizer_object=tokenizers_twin(fields), eos_token="<|im_end|>")
     with tempfile.TemporaryDirectory() as folder:
-        PreTrainedTokenizerFast(tokenizer_object=hf, eos_token="<|im_end|>").save_pretrained(folder)
+        hf.save_pretrained(folder)
         yield Path(folder)
 
 

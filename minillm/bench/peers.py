@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,7 @@ from minillm.serving.workload import TimedRequest
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
+    from tokenizers import Tokenizer
     from transformers import LlamaForCausalLM
     from xllamacpp import Server
 
@@ -66,6 +67,25 @@ def transformers_twin(model: Decoder) -> "LlamaForCausalLM":
             pieces = ours[name].split([shape[0] for shape in parts.values()])
             for part, rows in zip(parts, pieces, strict=True):
                 theirs[part].copy_(rows)
+    return twin
+
+
+def tokenizers_twin(fields: dict[str, Any]) -> "Tokenizer":
+    """The tokenizers library's tokenizer with the tokens and merges of a GGUF file's fields.
+
+    Of the default checkpoint's kind: bytes, each digit alone.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    twin = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    twin.pre_tokenizer = pre_tokenizers.Sequence([digits, by_bytes])
+    twin.decoder = decoders.ByteLevel()
+    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == 3]
+    twin.add_special_tokens([AddedToken(token, normalized=False) for token in control])
     return twin
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from minillm.bench import BENCHMARKS
+from minillm.bench import RECORDED
 from minillm.tools.folders import data_folder
 
 MARKERS = (
@@ -31,7 +31,7 @@ def results_table(folder: Path) -> str:
         "| benchmark | hardware | result | of the bound | as fast as |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for name in BENCHMARKS:
+    for name in RECORDED:
         for document in _documents(folder, name):
             label = document["hardware"]["label"]
             for row in document["rows"]:
