@@ -6,7 +6,7 @@ and last layers, and may spend the same number of FLOPs. A step on soft targets 
 teacher in it, so kinds that learn from the text alone take more steps. Writing the text is not
 counted. Each seed draws other rows of the texts; all students sit one exam, answers of the teacher
 that none has seen.
-Cost: with `FULL` about 25 minutes on two cores. The teacher's states are computed once for all.
+Cost: with `FULL` 10 to 25 minutes on two cores. The teacher's states are computed once for all.
 """
 
 import json
