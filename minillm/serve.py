@@ -1,8 +1,8 @@
 """The command `python -m minillm serve`: its options, the engine they describe, and its life.
 
 With --tp N the command starts torchrun on itself, and each of the N processes is a rank. Rank 0 is
-the server; the others compute what its engine tells them. A signal is for rank 0: it lets requests
-finish and then releases the others, which only listen to it.
+the server; the others compute what its engine tells them. Once they serve, a signal is for rank 0:
+it lets requests finish and then releases the others, which only listen to it.
 """
 
 import argparse
@@ -101,8 +101,8 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _follow(options: argparse.Namespace) -> int:
     """A rank that is not the first: it has no requests, and ends when rank 0 does."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    # While it loads it ends at once: Python's own handler would wait for a collective.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with built(options):
         return 0
 
@@ -111,6 +111,11 @@ def _check(options: argparse.Namespace) -> None:
     names = ("n_blocks", "block_size", "max_seqs", "max_waiting", "max_batch_tokens", "tp")
     for name in names:
         check_whole(f"--{name.replace('_', '-')}", getattr(options, name))
+    if options.max_batch_tokens < options.max_seqs:
+        raise ValueError(
+            f"--max-batch-tokens is {options.max_batch_tokens}, fewer than the {options.max_seqs} "
+            "answers of --max-seqs; each needs a token in a step, so give at least as many."
+        )
     if not 0 <= options.port < 65536:
         raise ValueError(f"--port is {options.port}; give a number from 0 to 65535.")
     if options.api_key is not None and not (options.api_key and options.api_key.isascii()):
@@ -169,6 +174,8 @@ def built(options: argparse.Namespace) -> "Iterator[tuple[Engine, Tokenizer]]":
         return
     from minillm.parallel.serving import shared_engine
 
+    if os.environ["RANK"] != "0":  # from here on it listens to rank 0 alone
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with shared_engine(model, config) or nullcontext() as engine:
         yield engine, tokenizer
 

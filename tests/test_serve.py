@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -750,6 +750,8 @@ def test_metrics(model):
         (["--host", "256.1.1.1"], "Nothing can listen at 256.1.1.1"),
         (["--max-seqs", "0"], "--max-seqs is 0"),
         (["--max-waiting", "-1"], "--max-waiting is -1"),
+        (["--max-batch-tokens", "8"], "fewer than the 16 answers of --max-seqs"),
+        (["--log"], "--log"),
         (["--api-key", ""], "--api-key is empty"),
         (["--port", "0", "--model", "/nowhere"], "/nowhere"),
         (["--drafter", "oracle"], "oracle"),
@@ -889,10 +891,26 @@ def test_a_rank_that_is_killed_ends_the_server(small_folder):
         url = re.search(r"http://127\.0\.0\.1:\d+", said)[0]
         os.kill(ranks_of(str(small_folder))["1"], signal.SIGKILL)
         ask = {"prompt": "a", "max_tokens": 100, "ignore_eos": True}
-        assert httpx.post(f"{url}/v1/completions", json=ask, timeout=60).status_code >= 500
+        with suppress(httpx.TransportError):  # if the server is gone already
+            assert httpx.post(f"{url}/v1/completions", json=ask, timeout=60).status_code >= 500
         _, err = ranks.communicate(timeout=60)
     assert ranks.returncode == 2 and err.startswith("minillm: A rank ended before the others (")
     assert "SIGKILL" in err and err.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ranks_end_with_the_command(small_folder, number):
+    """Also where it cannot tell them, and where it is told twice."""
+    with started("--tp", "2", "--dtype", "float32", "--model", str(small_folder)) as (ranks, _):
+        assert set(ranks_of(str(small_folder))) == {"0", "1"}
+        ranks.send_signal(number)
+        if number == signal.SIGINT:
+            time.sleep(0.3)
+            ranks.send_signal(number)
+        ranks.communicate(timeout=60)
+        assert ranks.returncode == (130 if number == signal.SIGINT else -number)
+        wait_for(lambda: not ranks_of(str(small_folder)))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 plan.py          which part of every matrix a rank holds; no tensors
 step_time.py     predicted time of a step on 1 to 64 GPUs; no tensors
-ranks.py         a notebook's functions on ranks of this machine
+ranks.py         a command, or a notebook's functions, on ranks of this machine
 collectives.py   what ranks send each other, and a ledger of the bytes
 tensor.py        every matrix cut; two sums a layer; optionally the sequence cut as well
 pipeline.py      a few layers on each rank, and micro-batches

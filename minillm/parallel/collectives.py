@@ -25,8 +25,8 @@ from minillm.quantization.quantize import stored_as
 
 TIMEOUT = datetime.timedelta(seconds=50)
 """A collective that takes longer fails: some rank hangs. (A rank that died is noticed at once.)"""
-PATIENCE = datetime.timedelta(days=1)
-"""Limit where a long wait is normal: while a file is read, or until the next request."""
+PATIENCE = datetime.timedelta(days=3650)
+"""Where a long wait is normal: while a file is read, or until a server's next request."""
 
 
 def init() -> None:
@@ -96,7 +96,10 @@ def world_size() -> int:
 def check_world_size(asked: str, size: int) -> None:
     """ValueError if torchrun did not start as many ranks as the options `asked` ask for."""
     if size != world_size():
-        raise ValueError(f"{asked} ask for {size} ranks, but torchrun started {world_size()}.")
+        raise ValueError(
+            f"{size} ranks are wanted by {asked}, but torchrun started {world_size()}; give both "
+            "the same number."
+        )
 
 
 class Group:

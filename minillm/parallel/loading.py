@@ -87,8 +87,10 @@ def check_split(
     ValueError for a dtype that is none, for a model that tp ranks a layer and pp stages cannot
     share, and for one without a tokenizer.
     """
-    if pp > 1 or dtype not in ("int8", "int4"):
+    if pp > 1:
         device_and_plain_dtype("auto", dtype)
+    elif dtype not in ("int8", "int4"):
+        device_and_dtype("auto", dtype, beside=("int8", "int4"))
     with opened(source) as (checkpoint, tokenizer):  # reads the config, not the weights
         check_size(checkpoint.config, tp)
         check_stages(checkpoint.config.n_layers, pp)

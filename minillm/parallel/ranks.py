@@ -4,14 +4,17 @@ A rank shares no memory with the notebook. It gets the source of the functions, 
 them, and what this returns comes back as JSON, in which the keys of a dictionary are texts.
 """
 
+import ctypes
 import inspect
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +62,25 @@ def run_command(n: int, *command: str) -> None:
     with subprocess.Popen(
         [*torchrun(n), "-m", *command], env=threads | os.environ, stderr=subprocess.PIPE,
         text=True, errors="replace", start_new_session=True,  # Ctrl-C reaches this process alone
+        preexec_fn=_end_with_parent,
     ) as ranks:  # fmt: skip
         try:
             _, report = ranks.communicate()
         except BaseException:  # Ctrl-C, SIGTERM
             ranks.terminate()  # torchrun tells the ranks, and waits until they have ended
-            ranks.communicate()
+            while ranks.poll() is None:
+                with suppress(KeyboardInterrupt, SystemExit):  # a second Ctrl-C: it is on its way
+                    ranks.communicate()
             raise
     if ranks.returncode:
         raise RuntimeError(cause(report))
+
+
+def _end_with_parent() -> None:
+    """Let SIGTERM end this process when its parent is gone, however that was ended; Linux only."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def torchrun(n: int) -> list[str]:
@@ -81,7 +94,7 @@ def cause(report: str) -> str:
     A rank that knows says it as any command does, often several of them the same. One that was
     ended from outside says nothing: the others only miss it, and torchrun says how it ended.
     """
-    report = re.sub(r"^.*(closed|reset) by peer.*$", "", report, flags=re.M)
+    report = re.sub(r"^.*(?:(?:closed|reset) by peer|Broken pipe).*$", "", report, flags=re.M)
     told = re.search(r"^minillm: (.*)$", report, re.M)
     if told:
         # gloo and NCCL put the place in their source first.

@@ -22,6 +22,7 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 access_log=False,
                 log_level="warning",
+                log_config=None,  # its lines go where the program's own go
                 timeout_graceful_shutdown=int(DRAIN_SECONDS) + 5,
             )
         )

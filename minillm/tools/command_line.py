@@ -8,11 +8,14 @@ import io
 import signal
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a mistake in the arguments in one line."""
+    """Reports a mistake in the arguments in one line; options have no abbreviations."""
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         print(f"minillm: {message}; see `{self.prog} --help`.", file=sys.stderr)
