@@ -78,12 +78,12 @@ def test_it_counts_and_generates(python, default, tmp_path):
     """`default` has fetched the checkpoint, which the environment finds in the cache."""
     where = run(python, "-c", "import minillm; print(minillm.__file__)", folder=tmp_path)
     assert Path(where).is_relative_to(Path(python).parent.parent)
-    assert "6.7" in run(python, "-m", "minillm", "count", "llama-2-7b", folder=tmp_path)
+    assert "6,738,415,616" in run(python, "-m", "minillm", "count", "llama-2-7b", folder=tmp_path)
     said = run(
         python, "-m", "minillm", "generate", "--max-new-tokens", "4", "The capital of France is",
         folder=tmp_path,
     )  # fmt: skip
-    assert " Paris." in said
+    assert said.startswith("Paris.")
     # What is packaged beside the code: the student, the heads, a text, the table of servers.
     data = (
         "from minillm import load\n"
