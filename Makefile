@@ -1,6 +1,6 @@
 # make setup    create .venv, install the pinned packages, fetch the default checkpoint
 # make lessons  run every lesson from top to bottom, in place, and rewrite figures/ (LESSONS=FILES)
-# make check    lint and the fast tests, in under a minute: for every edit
+# make check    lint and the fast tests, in about two minutes: for every edit
 # make test     everything: lint, all tests, every lesson through nbval (figures go to build/ then)
 # make lab      JupyterLab on the lessons
 # make bench    run the benchmarks and rewrite the tables of README.md and figures/RESULTS.md
