@@ -40,7 +40,7 @@ class Hardware:
 
     @staticmethod
     def measure(device: Any = "cpu") -> "Hardware":
-        """This machine's read and copy bandwidth and matmul peaks, in 5 to 10 seconds.
+        """This machine's read and copy bandwidth and matmul peaks, in about 5 seconds.
 
         device: a name or a torch.device. `bandwidth` is the median of three measurements by
         `minillm.measure.read_bandwidth`.

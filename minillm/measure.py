@@ -126,16 +126,21 @@ def memory_speeds(
     matrix = _large_matrix(device, dtype) if matrix is None else matrix
     vector = torch.ones(matrix.shape[1], device=device, dtype=dtype)
     source, target = matrix.chunk(2)
+    ways = {
+        "copy": (lambda: target.copy_(source), 2 * source.nbytes),
+        "sum": (matrix.sum, matrix.nbytes),
+        "matrix-vector": (lambda: matrix @ vector, matrix.nbytes),
+    }
+    # A call moves half a GB or more, so a few are enough to find an undisturbed one.
     with torch.inference_mode():
         return {
-            "copy": 2 * source.nbytes / device_seconds(lambda: target.copy_(source), device),
-            "sum": matrix.nbytes / device_seconds(matrix.sum, device),
-            "matrix-vector": matrix.nbytes / device_seconds(lambda: matrix @ vector, device),
+            name: n_bytes / device_seconds(way, device, repeats=7)
+            for name, (way, n_bytes) in ways.items()
         }
 
 
 def read_bandwidth(device: torch.device, dtype: torch.dtype) -> float:
-    """Bytes per second that memory delivers: the bound of all that reads it. Takes 1 to 2 s."""
+    """Bytes per second that memory delivers: the bound of all that reads it. Takes a second."""
     return max(memory_speeds(device, dtype).values())
 
 
@@ -147,13 +152,13 @@ def steady(
     Memory that is shared with other users can be twice as fast in one moment as in the next, and a
     time means nothing beside a bound from another moment. So the bandwidth is measured before and
     after each call. Calls repeat until it stayed within 15% during `rounds` of them, at most
-    3 · rounds times. Returned are the results at the most usual bandwidth, at least one.
+    2 · rounds times. Returned are the results at the most usual bandwidth, at least one.
     """
     if _QUICK:
         return [work()], read_bandwidth(device, dtype)
     runs, calm = [], []  # (result, the slower of two bandwidths, the faster)
     before = read_bandwidth(device, dtype)
-    while len(calm) < rounds and len(runs) < 3 * rounds:
+    while len(calm) < rounds and len(runs) < 2 * rounds:
         result, after = work(), read_bandwidth(device, dtype)
         runs.append((result, min(before, after), max(before, after)))
         calm = [run for run in runs if run[1] > 0.85 * run[2]]
@@ -207,7 +212,7 @@ def name_and_memory(device: torch.device) -> tuple[str, int]:
 
 @torch.inference_mode()
 def measure(device: torch.device) -> dict[str, Any]:
-    """The fields of a `minillm.Hardware` for this machine, by name. Takes 5 to 10 seconds.
+    """The fields of a `minillm.Hardware` for this machine, by name. Takes about 5 seconds.
 
     Three rounds, because a shared machine changes from moment to moment. The peak is the best of
     them. The bandwidth is the middle one: while other users pause, memory is much faster.

@@ -82,14 +82,12 @@ def build(
     """
     config, sources = checkpoint.config, parameter_sources(checkpoint.config)
     model = empty_model(checkpoint, dtype)
-    if scheme is None:
-        model.to_empty(device=device)
-        if config.tie_embeddings:
-            model.head.weight = model.embed.weight  # to_empty has separated them
-    else:
+    if scheme is not None:
         # Matrix by matrix, so that the whole model is never in memory in 16 bits
         model = with_modules(model, partial(_quantized, checkpoint, sources, device, scheme))
-        _allocate(model, device)
+    _allocate(model, device)
+    if scheme is None and config.tie_embeddings:
+        model.head.weight = model.embed.weight  # separated now
     # Quantized matrices are no parameters: they have their numbers already.
     parameters = dict(model.named_parameters())
     for ours, parts in sources.items():
@@ -114,7 +112,9 @@ def _allocate(model: Decoder, device: torch.device) -> None:
     """Give memory on `device` to the parameters, which are on the meta device so far."""
     for module in model.modules():
         for name, p in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(torch.empty_like(p, device=device)))
+            # Not empty_like: for a tensor on the meta device that loads torch's symbolic shapes.
+            numbers = torch.empty(p.shape, dtype=p.dtype, device=device)
+            setattr(module, name, nn.Parameter(numbers))
 
 
 def fill(
@@ -174,7 +174,8 @@ def _stacked(
 
 
 def _check_finite(checkpoint: Checkpoint, name: str, numbers: Tensor) -> None:
-    if not bool(numbers.isfinite().all()):
+    # One pass and no temporary tensors: where there is a NaN it is both the least and the largest.
+    if not bool(torch.stack(numbers.aminmax()).isfinite().all()):
         raise ValueError(
             f"{checkpoint.label}: {name} holds numbers that are not finite in {numbers.dtype}; "
             "fetch it again, or load it in another dtype."

@@ -19,7 +19,7 @@ from minillm.config import ModelConfig
 from minillm.quantization.grid import QuantizedMatrix
 from minillm.weights.build import SLICE_BYTES
 from minillm.weights.gguf_config import config_from_gguf
-from minillm.weights.gguf_header import read_gguf
+from minillm.weights.gguf_header import gguf_package, read_gguf
 
 # GGUF module -> Hugging Face module, inside a layer and outside
 _LAYER_NAMES = {
@@ -31,6 +31,7 @@ _LAYER_NAMES = {
 }  # fmt: skip
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ROPE_FREQUENCIES = "rope_freqs.weight"
+_FOUR_BITS = {"Q4_0": 2, "Q4_1": 4}  # and the bytes before the numbers of a block
 
 
 class GGUFCheckpoint:
@@ -62,37 +63,28 @@ class GGUFCheckpoint:
         return config
 
     def _read(self, gguf_name: str, first: int, n_rows: int) -> Tensor:
-        """Rows of a tensor, (n_rows, fastest dimension) in float32, by the gguf package."""
-        from gguf import GGMLQuantizationType, quants
-
+        """Rows of a tensor, (n_rows, fastest dimension) in float32."""
         t = self._tensors[gguf_name]
         row_bytes = t.n_bytes * t.shape[-1] // math.prod(t.shape)  # rows are whole blocks
         offset = t.offset + first * row_bytes
         data = np.fromfile(self.path, np.uint8, count=n_rows * row_bytes, offset=offset)
-        kind = GGMLQuantizationType[t.type]
+        data = data.reshape(n_rows, row_bytes)
+        if t.type in _FOUR_BITS:  # the default checkpoint; the package takes five times as long
+            q, d, m = _four_bits(data, t.type)
+            return q.float().mul_(d[..., None]).add_(m[..., None]).flatten(1)
+        gguf = gguf_package()
         with np.errstate(all="ignore"):  # what is not finite is refused when it is copied
-            return torch.from_numpy(quants.dequantize(data.reshape(n_rows, row_bytes), kind))
+            return torch.from_numpy(gguf.quants.dequantize(data, gguf.GGMLQuantizationType[t.type]))
 
     def stored_in_4_bits(self, name: str) -> QuantizedMatrix | None:
-        """A matrix in Q4_0 or Q4_1 as the file stores it: blocks of 32 4-bit numbers with a scale.
-
-        A block is a scale d in float16, in Q4_1 also a minimum m, and 16 bytes: number j in the low
-        half of byte j, number j + 16 in the high half. q means d · (q - 8), or d · q + m.
-        """
+        """A matrix in Q4_0 or Q4_1 as the file stores it."""
         t = self._tensors[self._names[name]]
-        n_header_bytes = {"Q4_0": 2, "Q4_1": 4}.get(t.type)
-        if n_header_bytes is None:
+        if t.type not in _FOUR_BITS:
             return None
-        n_out, n_in = self.shapes[name]
         data = np.fromfile(self.path, np.uint8, count=t.n_bytes, offset=t.offset)
-        blocks = torch.from_numpy(data.reshape(n_out, n_in // 32, n_header_bytes + 16))
-        header, packed = blocks[..., :n_header_bytes], blocks[..., n_header_bytes:]
-        q = torch.cat((packed & 15, packed >> 4), -1).flatten(1)  # (out, in)
-        numbers = header.contiguous().view(torch.float16).float()  # d, or d and m
-        scale = numbers[..., 0]  # (out, in / 32)
+        q, d, m = _four_bits(data.reshape(self.shapes[name][0], -1), t.type)
         # d · q + m = d · (q - 8) + (m + 8 · d)
-        zero = torch.zeros_like(scale) if t.type == "Q4_0" else numbers[..., 1] + 8 * scale
-        parts = (q, scale.bfloat16(), zero.bfloat16())
+        parts = (q.flatten(1), d.bfloat16(), (m + 8 * d).bfloat16())
         return QuantizedMatrix(*(self._unpermuted(name, x) for x in parts))
 
     def _unpermuted(self, name: str, rows: Tensor) -> Tensor:
@@ -122,3 +114,18 @@ class GGUFCheckpoint:
         for first in range(rows.start, rows.stop, step):
             piece = self._read(gguf_name, first, min(step, rows.stop - first))
             yield self._unpermuted(name, piece)[:, wanted]
+
+
+def _four_bits(rows: np.ndarray, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The numbers q of Q4_0 or Q4_1, (rows, blocks, 32), and of each block d and m: d · q + m.
+
+    A block is a scale d in float16, in Q4_1 also a minimum m, and 16 bytes: number j in the low
+    half of byte j, number j + 16 in the high half. In Q4_0 m is -8 · d.
+    """
+    n_header_bytes = _FOUR_BITS[kind]
+    blocks = torch.from_numpy(rows).unflatten(1, (-1, n_header_bytes + 16))
+    header, packed = blocks[..., :n_header_bytes], blocks[..., n_header_bytes:]
+    numbers = header.contiguous().view(torch.float16).float()  # d, or d and m
+    d = numbers[..., 0]
+    m = numbers[..., 1] if kind == "Q4_1" else -8 * d
+    return torch.cat((packed & 15, packed >> 4), -1), d, m

@@ -5,12 +5,15 @@ trusts the counts in the file, so that a forged one makes it build lists of many
 is slow on a vocabulary.
 """
 
+import importlib
 import math
 import re
 import struct
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -162,8 +165,7 @@ def _place(
     table: list[tuple[str, tuple[int, ...], int, int]], alignment: Any, reader: _Reader
 ) -> dict[str, GGUFTensor]:
     """The tensors by name; each must follow the one before after padding, as llama.cpp requires."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
+    sizes, types = gguf_package().GGML_QUANT_SIZES, gguf_package().GGMLQuantizationType
     if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment % 8:
         raise _Damaged(f"its alignment {brief(alignment)} is not a multiple of 8 up to 1048576")
     start = -(-reader.f.tell() // alignment) * alignment  # the data, after the padded header
@@ -171,13 +173,13 @@ def _place(
     expected = 0  # offset of the next tensor in the data
     for name, shape, kind, offset in table:
         # A type that can be read
-        if kind not in GGML_QUANT_SIZES:
+        if kind not in sizes:
             raise _Damaged(
                 f"{brief(name)} has the type {kind}, which the gguf package does not know (a newer "
                 "version of the package may: pip install --upgrade gguf)"
             )
-        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-        type_name = GGMLQuantizationType(kind).name
+        block, block_bytes = sizes[types(kind)]
+        type_name = types(kind).name
         if not _can_be_read(type_name):
             raise _Unsupported(
                 f"is not damaged, but stores {brief(name)} as {type_name}, which the gguf package "
@@ -204,13 +206,30 @@ def _place(
 
 
 @cache
+def gguf_package() -> ModuleType:
+    """The package gguf, loaded without mistral_common.
+
+    Where that is installed, gguf would load it to convert vocabularies: seconds for every start of
+    a program, for something that is not used here.
+    """
+    unwanted = "mistral_common"
+    hidden = unwanted not in sys.modules
+    if hidden:
+        sys.modules[unwanted] = None  # importing it now is an ImportError, which gguf expects
+    try:
+        return importlib.import_module("gguf")
+    finally:
+        if hidden:
+            del sys.modules[unwanted]
+
+
+@cache
 def _can_be_read(type_name: str) -> bool:
     """Whether the gguf package can convert numbers of this type: asked with one block."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
-
-    kind = GGMLQuantizationType[type_name]
+    gguf = gguf_package()
+    kind = gguf.GGMLQuantizationType[type_name]
     try:
-        quants.dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
     except NotImplementedError:
         return False
     return True
