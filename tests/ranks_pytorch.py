@@ -1,11 +1,6 @@
-"""Run by torchrun: what PyTorch ships, against one process and against this package's own way.
-
-torchrun --nproc-per-node 4 tests/ranks_pytorch.py tensor
-torchrun --nproc-per-node 3 tests/ranks_pytorch.py pipeline
-"""
+"""Checks of what PyTorch ships, against one process and against this package's own way."""
 
 import os
-import sys
 
 import pytest
 import torch
@@ -13,7 +8,6 @@ from models import lively
 from torch.distributed.tensor.debug import CommDebugMode
 
 from minillm import KVCache, generate, pipeline_parallel, quantize, tensor_parallel
-from minillm.parallel.collectives import world_size
 from minillm.parallel.plan import Plan
 from minillm.parallel.with_pytorch import dtensor_parallel, pytorch_pipeline
 
@@ -45,9 +39,10 @@ def check_logits() -> None:
                     logits = theirs(tokens)
                 close(logits, expected)
                 close(logits, own(tokens))
-                cache = KVCache(theirs, 2, 20)
-                parts = [theirs(part, cache) for part in tokens.split((4, 1, 2), 1)]
-                close(torch.cat(parts, 1), expected)
+                if not changes or "qk_norm" in changes:  # each new shape takes DTensor seconds
+                    cache = KVCache(theirs, 2, 20)
+                    parts = [theirs(part, cache) for part in tokens.split((6, 1), 1)]
+                    close(torch.cat(parts, 1), expected)
             # A sum after the embedding and after every block, and the logits: no weight is moved.
             counts = {str(op): n for op, n in sent.get_comm_counts().items()}
             assert counts == {
@@ -59,7 +54,7 @@ def check_logits() -> None:
         assert all(torch.equal(now[name], p) for name, p in before.items())
 
 
-def check_parts() -> None:
+def check_parts(p: int) -> None:
     """A rank holds what the plan gives it, and no more."""
     model = lively(seed=3, qkv_bias=True, tie_embeddings=True, **(SIZES | {"d_ff": 32 * p}))
     plan = Plan(model.config, p, int(os.environ["RANK"]))
@@ -84,13 +79,13 @@ def check_tokens() -> None:
     for changes in ({}, {"qkv_bias": True, "attn_out_bias": True, "qk_norm": True}):
         model = lively(seed=5, **(SIZES | changes))
         theirs = dtensor_parallel(model)
-        expected = generate(model, PROMPT, 20)
+        expected = generate(model, PROMPT, 12)
         assert len(set(expected)) > 5
-        assert generate(theirs, PROMPT, 20) == expected
-        assert generate(theirs, PROMPT, 5, use_cache=False) == expected[:5]
+        assert generate(theirs, PROMPT, 12) == expected
+        assert generate(theirs, PROMPT, 3, use_cache=False) == expected[:3]
 
 
-def check_refused() -> None:
+def check_refused(p: int) -> None:
     with pytest.raises(ValueError, match=f"{p} ranks cannot share the MLP's d_ff = 41 evenly"):
         dtensor_parallel(lively(**(SIZES | {"d_ff": 41})))
     with pytest.raises(ValueError, match="query heads"):
@@ -99,7 +94,7 @@ def check_refused() -> None:
         dtensor_parallel(quantize(lively(**SIZES), "int8"))
 
 
-def check_pipeline() -> None:
+def check_pipeline(p: int) -> None:
     rank = int(os.environ["RANK"])
     rows = [PROMPT, PROMPT[::-1], [1] * 7, [*PROMPT[1:], 4]]
     tokens = torch.tensor(rows)
@@ -129,13 +124,8 @@ def check_pipeline() -> None:
         pytorch_pipeline(lively(n_layers=p - 1), 1)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    p, (case,) = world_size(), sys.argv[1:]
-    checks = {
-        "tensor": (check_logits, check_parts, check_tokens, check_refused),
-        "pipeline": (check_pipeline,),
-    }
-    for check in checks[case]:
-        check()
-    print("all checks passed")
+def check_tensor(p: int) -> None:
+    check_logits()
+    check_parts(p)
+    check_tokens()
+    check_refused(p)

@@ -38,36 +38,40 @@ HERE = Path(__file__).parent
 
 
 def torchrun(
-    n: int, script: str, *arguments: str, timeout: int = 240, folder: Path | None = None
+    n: int, *checks: str, timeout: int = 240, folder: Path | None = None
 ) -> subprocess.CompletedProcess:
-    """folder: where the ranks may write models for each other."""
+    """Checks as `ranks.py` takes them. folder: where the ranks may write models for each other."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={n}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MINILLM_TEST_FOLDER": str(folder)}
     return subprocess.run(
-        [*command, str(HERE / script), *arguments], capture_output=True, text=True,
+        [*command, str(HERE / "ranks.py"), *checks], capture_output=True, text=True,
         timeout=timeout, env=environment, check=False,
     )  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_tensor_parallel_is_one_process(n, tmp_path):
-    """Logits, tokens, loading, quantized matrices, the ledger: `ranks_tensor.py` checks them."""
-    all_passed(torchrun(n, "ranks_tensor.py", folder=tmp_path), n)
+def all_pass(n: int, *checks: str, folder: Path) -> None:
+    done = torchrun(n, *checks, folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    for check in checks:
+        assert done.stdout.count(f"{check}: all checks passed") == n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [3, 4])
-def test_a_pipeline_is_one_process(n, tmp_path):
-    """Seven layers and five on three ranks, and two stages of two: `ranks_pipeline.py` checks."""
-    all_passed(torchrun(n, "ranks_pipeline.py", folder=tmp_path), n)
+@pytest.mark.parametrize(
+    "checks",
+    [
+        (2, "ranks_tensor"),
+        (3, "ranks_tensor", "ranks_pipeline", "ranks_pytorch:check_pipeline"),
+        (4, "ranks_tensor", "ranks_pipeline", "ranks_pytorch:check_tensor"),
+    ],
+    ids=lambda checks: f"{checks[0]} ranks",
+)
+def test_several_ranks_are_one_process(checks, tmp_path):
+    """What is cut over ranks, our way and PyTorch's, computes what a single process does.
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case, n", [("tensor", 4), ("pipeline", 3)])
-def test_pytorchs_own_way_is_ours(case, n):
-    """DTensor and torch.distributed.pipelining: `ranks_pytorch.py` checks them."""
-    all_passed(torchrun(n, "ranks_pytorch.py", case), n)
+    One start for all checks of so many ranks: starting takes longer than most of them.
+    """
+    all_pass(*checks, folder=tmp_path)
 
 
 @pytest.mark.slow
@@ -76,12 +80,7 @@ def test_a_rank_holds_its_part(tmp_path):
     large = heads | {"d_model": 1024, "d_ff": 3072, "n_layers": 8, "d_head": 64}
     for name, sizes in (("small", heads), ("large", large)):
         save_folder(Decoder(tiny_config(**sizes)), tmp_path / name)
-    all_passed(torchrun(3, "ranks_tensor.py", "memory", folder=tmp_path), 3)
-
-
-def all_passed(done: subprocess.CompletedProcess, n: int) -> None:
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("all checks passed") == n
+    all_pass(3, "ranks_tensor:check_memory", folder=tmp_path)
 
 
 @pytest.mark.slow
@@ -157,15 +156,15 @@ def test_a_report_of_torchrun_becomes_a_sentence(report, said):
 
 @pytest.mark.slow
 def test_ranks_that_differ_end_together():
-    done = torchrun(2, "ranks_tensor.py", "differ", timeout=60)
+    done = torchrun(2, "ranks_tensor:differ", timeout=60)
     assert done.returncode != 0
     assert "Rank 1 has another model than rank 0" in done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script, n", [("ranks_tensor.py", 2), ("ranks_pipeline.py", 3)])
-def test_a_rank_that_dies_ends_the_run(script, n):
-    done = torchrun(n, script, "die", timeout=60)
+@pytest.mark.parametrize("check, n", [("ranks_tensor:die", 2), ("ranks_pipeline:die", 3)])
+def test_a_rank_that_dies_ends_the_run(check, n):
+    done = torchrun(n, check, timeout=60)
     assert done.returncode != 0
     assert re.search(r"rank\s*: 1 \(local_rank: 1\)\s+exitcode\s*: 7", done.stderr)
 

@@ -22,7 +22,7 @@ from minillm.parallel.plan import Plan, check_size, check_stages, part
 from minillm.parallel.tensor import ShardedDecoder, tensor_parallel
 from minillm.tokenizer import Tokenizer
 from minillm.tools.devices import device_and_dtype
-from minillm.weights.build import Checkpoint, empty_model, fill, parameter_sources
+from minillm.weights.build import Checkpoint, empty_model, empty_on, fill, parameter_sources
 from minillm.weights.loading import load, opened
 
 
@@ -130,14 +130,14 @@ def _read(
             if parameter is None:
                 continue
             if id(parameter) not in read:
-                numbers = torch.empty_like(parameter, device=device)
+                numbers = empty_on(parameter, device)
                 _read_one(
                     checkpoint, sources, _origin(f"{path}.{name}", first_layer), numbers, plan
                 )
                 read[id(parameter)] = nn.Parameter(numbers, requires_grad=False)
             module._parameters[name] = read[id(parameter)]
         for name, buffer in module._buffers.items():
-            module._buffers[name] = torch.empty_like(buffer, device=device)
+            module._buffers[name] = empty_on(buffer, device)
     model.eval()
 
 

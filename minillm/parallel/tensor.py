@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minillm.cache import Cache
-from minillm.model import MATRICES, Decoder, Linear
+from minillm.model import MATRICES, Decoder, Embedding, Linear
 from minillm.parallel.collectives import Group, world_size
 from minillm.parallel.plan import Plan, check_size, part
 from minillm.quantization.grid import QuantizedMatrix
@@ -187,9 +187,13 @@ def cut(matrix: Matrix, rows: list[range] | None, columns: range | None = None) 
 
     def of(x: Tensor, unit: int = 1) -> Tensor:
         """unit: consecutive numbers of a row that share one entry of x."""
-        if rows is not None:
-            return torch.cat([x[r.start : r.stop] for r in rows])
-        return x[:, columns.start // unit : columns.stop // unit].clone()
+        if rows is None:
+            pieces = [x[:, columns.start // unit : columns.stop // unit]]
+        else:
+            pieces = [x[r.start : r.stop] for r in rows]
+        if x.is_meta:  # for it torch.cat would load torch._dynamo, which takes seconds
+            return x.new_empty(sum(map(len, pieces)), *pieces[0].shape[1:])
+        return torch.cat(pieces)
 
     def per_row(x: Tensor | None) -> Tensor | None:
         return x if x is None or rows is None else of(x)
@@ -225,7 +229,8 @@ def _embedding(model: Decoder, head: Matrix, plan: Plan) -> nn.Module:
     if not model.config.tie_embeddings:
         (rows,) = plan.rows("embed")
         weight = nn.Parameter(model.embed.weight[rows.start : rows.stop].clone(), False)
-    embedding = nn.Embedding(*weight.shape, device="meta")
+    # The model's own class: nn.Embedding would draw numbers even there, and load torch._dynamo.
+    embedding = Embedding(*weight.shape, device="meta")
     embedding.weight = weight
     return embedding
 

@@ -112,9 +112,15 @@ def _allocate(model: Decoder, device: torch.device) -> None:
     """Give memory on `device` to the parameters, which are on the meta device so far."""
     for module in model.modules():
         for name, p in list(module.named_parameters(recurse=False)):
-            # Not empty_like: for a tensor on the meta device that loads torch's symbolic shapes.
-            numbers = torch.empty(p.shape, dtype=p.dtype, device=device)
-            setattr(module, name, nn.Parameter(numbers))
+            setattr(module, name, nn.Parameter(empty_on(p, device)))
+
+
+def empty_on(x: Tensor, device: torch.device) -> Tensor:
+    """Memory for the numbers of a tensor on the meta device.
+
+    torch.empty_like would first load torch's symbolic shapes, which takes a second.
+    """
+    return torch.empty(x.shape, dtype=x.dtype, device=device)
 
 
 def fill(
