@@ -115,7 +115,7 @@ def default_answers(default: tuple[Decoder, Tokenizer]) -> Callable[[str, int], 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_matrix_on_the_default_checkpoint(default, default_answers, technique, prompt):
     model, tokenizer = default
-    n = {"no cache, triton": 2, "KV cache, triton": 4, "paged, triton": 4}.get(technique, 24)
+    n = {"no cache, triton": 2, "KV cache, triton": 4, "paged, triton": 4}.get(technique, 16)
     assert TECHNIQUES[technique](model, tokenizer.encode(prompt), n) == default_answers(prompt, n)
 
 

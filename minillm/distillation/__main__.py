@@ -94,6 +94,7 @@ def try_student(
 ) -> dict[str, Any]:
     """The student's KL and agreement on the teacher's answers, and what its drafts are worth.
 
+    "each": [KL, agreement] of each conversation, of which the two are means over tokens.
     "drafts": [verified, accepted] draft tokens for each of the first `n_drafted` conversations,
     with 4 draft tokens a pass and 64 greedy tokens.
     """
@@ -102,6 +103,7 @@ def try_student(
     return {
         "kl": sum(d.kl * k for d, k in zip(apart, n, strict=True)) / sum(n),
         "agreement": sum(d.agreement * k for d, k in zip(apart, n, strict=True)) / sum(n),
+        "each": [[d.kl, d.agreement] for d in apart],
         "drafts": drafts(ModelDrafter(student), teacher, tried[:n_drafted], 4),
     }
 
