@@ -45,11 +45,8 @@ setup: .venv/ready
 	touch $@
 
 lessons: setup
-	@for lesson in $(LESSONS); do \
-	  echo "$$lesson"; \
-	  $(BIN)/python -m nbconvert --log-level ERROR --to notebook --execute --inplace \
-	    --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.extra_arguments=--log-level=ERROR $$lesson || exit 1; \
-	done
+	$(BIN)/python -m nbconvert --to notebook --execute --inplace \
+	  --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.extra_arguments=--log-level=ERROR $(LESSONS)
 	@# Text that was printed piece by piece becomes one output.
 	@$(BIN)/python -m nbconvert --log-level ERROR --to notebook --inplace --CoalesceStreamsPreprocessor.enabled=True $(LESSONS)
 

@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 Repeats = dict[str, list[float]]
 """The measurements of every repeat, by name."""
 
-_QUICK = bool(os.environ.get("MINILLM_QUICK"))
+QUICK = bool(os.environ.get("MINILLM_QUICK"))
 """Measure everything once. Tests of lessons set it: there a cell has to run, and no time counts."""
 
 
@@ -52,7 +52,7 @@ def seconds_per_call(
     statistic: Callable[[list[float]], float] = median,
 ) -> float:
     """`statistic` of the `seconds` of `repeats` calls of `fn()`, after two warm-up calls."""
-    if _QUICK:
+    if QUICK:
         return seconds(fn, device)
     return statistic([seconds(fn, device) for _ in range(repeats + 2)][2:])
 
@@ -92,7 +92,7 @@ def quiet() -> bool:
 
     On a busy machine it first waits for them, up to about five seconds.
     """
-    for _ in range(1 if _QUICK else 6):
+    for _ in range(1 if QUICK else 6):
         share = cores_received()
         if share >= 0.8:
             return True
@@ -154,7 +154,7 @@ def steady(
     after each call. Calls repeat until it stayed within 15% during `rounds` of them, at most
     2 · rounds times. Returned are the results at the most usual bandwidth, at least one.
     """
-    if _QUICK:
+    if QUICK:
         return [work()], read_bandwidth(device, dtype)
     runs, calm = [], []  # (result, the slower of two bandwidths, the faster)
     before = read_bandwidth(device, dtype)
@@ -175,7 +175,7 @@ def alternate(fns: dict[str, Callable[[], float]], repeats: int) -> Repeats:
     Every other round goes in the opposite order, so that no function always runs first. Each
     function returns its own measurement.
     """
-    if _QUICK:
+    if QUICK:
         return {name: [fn()] for name, fn in fns.items()}
     results: Repeats = {name: [] for name in fns}
     for i in range(repeats + 2):
@@ -222,7 +222,7 @@ def measure(device: torch.device) -> dict[str, Any]:
     dtypes = (torch.bfloat16, torch.float16, torch.float32) if on_gpu else (torch.float32,)
     rounds = [
         (memory_speeds(device, dtypes[0]), [matmul_peak(device, d, repeats=5) for d in dtypes])
-        for _ in range(1 if _QUICK else 3)
+        for _ in range(1 if QUICK else 3)
     ]
     # The middle one of three rounds, as a whole: its copy speed belongs to the same moment.
     in_order = sorted((speeds for speeds, _ in rounds), key=lambda speeds: max(speeds.values()))

@@ -1,6 +1,7 @@
 """What pytest needs for all tests: threads, tiers that must not be empty, the default model."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches a hub
 
@@ -23,9 +24,16 @@ _SKIPS = (  # marker, when its tests are skipped, and why
 )
 # Files of many seconds; `make check` leaves them out, like every test of the default checkpoint.
 _SLOW_FILES = {
-    "test_bench.py", "test_costs.py", "test_flash.py", "test_gqa.py", "test_hostile.py",
-    "test_interrupts.py", "test_tokenizer.py", "test_untrusted.py", "test_weights.py",
+    "test_bench.py", "test_costs.py", "test_flash.py", "test_gpu_bench.py", "test_gqa.py",
+    "test_hostile.py", "test_interrupts.py", "test_tokenizer.py", "test_untrusted.py",
+    "test_weights.py",
 }  # fmt: skip
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make check` does not even import the slow files: transformers alone takes seconds."""
+    without_slow = "not slow" in config.option.markexpr
+    return True if without_slow and collection_path.name in _SLOW_FILES else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

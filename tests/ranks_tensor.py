@@ -4,6 +4,7 @@ import math
 import os
 import random
 import resource
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -146,6 +147,7 @@ def check_memory(p: int) -> None:
     # pages of the file that are mapped just now, the last tensor's too, and a slice in two forms
     assert peak < share + (64 << 20) + 3 * (16 << 20), f"{peak:,} bytes for {share:,}"
     assert peak < 0.7 * whole
+    assert "torch._dynamo" not in sys.modules  # it takes seconds on each rank
 
 
 def check_loading(p: int) -> None:

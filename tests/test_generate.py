@@ -122,7 +122,7 @@ def test_matrix_on_the_default_checkpoint(default, default_answers, technique, p
 @techniques
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
 def test_matrix_on_tiny_models(technique, changes):
-    seeds, n = (1, 12) if "triton" in technique else (3, 30)
+    seeds, n = (1, 12) if "triton" in technique else (2, 24)
     for seed in range(seeds):
         model = lively(seed, **changes)
         for ids in ([seed], [5, 90, 3, 3, 41, 8, 13]):

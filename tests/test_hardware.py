@@ -103,7 +103,7 @@ def test_a_machine_has_its_middle_bandwidth_and_its_best_peak(monkeypatch):
 @pytest.mark.slow
 def test_measuring_this_machine(monkeypatch):
     """Everything once, as in the lessons' tests, which only makes the figures less exact."""
-    monkeypatch.setattr(measure, "_QUICK", True)
+    monkeypatch.setattr(measure, "QUICK", True)
     measured = Hardware.measure("cpu")
     values = [measured.bandwidth, measured.copy_bandwidth, *measured.peak_flops.values()]
     assert all(type(x) is float and math.isfinite(x) and 1e8 < x < 1e16 for x in values)
@@ -117,7 +117,7 @@ def test_measuring_this_machine(monkeypatch):
 
 
 def test_quick_measures_call_once(monkeypatch):
-    monkeypatch.setattr(measure, "_QUICK", True)
+    monkeypatch.setattr(measure, "QUICK", True)
     monkeypatch.setattr(measure, "read_bandwidth", lambda *_: 2.0)
     calls, cpu = [], torch.device("cpu")
     assert seconds_per_call(lambda: calls.append("per call"), cpu) >= 0

@@ -108,6 +108,17 @@ for step in {FIRST_STEPS!r}:
     run(check)
 
 
+@pytest.mark.slow
+def test_a_start_loads_nothing_that_takes_seconds():
+    """As lessons and commands load the default checkpoint; what gguf goes without stays there."""
+    run("""
+import sys, minillm
+minillm.load(device="cpu", dtype="float32")
+assert not {"mistral_common", "torch._dynamo", "sympy", "transformers"} & sys.modules.keys()
+import mistral_common
+""")
+
+
 def test_no_public_name_is_a_module_beside_it():
     """Importing a module binds it to its name in the package, and would hide the function."""
     beside = {name.partition(".")[0] for name in TREES}

@@ -619,6 +619,7 @@ def test_a_client_that_goes_away_is_aborted_before_the_next_step(model, monkeypa
         assert value(server, 'request_success_total{finished_reason="abort"') == 1
 
 
+@pytest.mark.slow
 def test_two_hundred_clients_half_of_whom_leave(model):
     """No block is lost, and those who stay get the tokens that `generate` gives."""
     rng = random.Random(0)
@@ -943,6 +944,7 @@ def test_the_benchmark_sees_every_token(server, model, monkeypatch):
     assert serve_http._without_http(engine, 3) > 0 and not engine.busy
 
 
+@pytest.mark.slow
 def test_answers_of_other_clients_are_compared(server, model, tokenizer, monkeypatch, tmp_path):
     """One that hands on what it gets, and one that loses the last letter of a stream."""
 
