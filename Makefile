@@ -22,6 +22,8 @@ PORT ?= 8000
 # Tests run side by side, one thread each: more threads than cores slow each other down many times.
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# What is compiled and rewritten for one run of the tests serves the next.
+unexport PYTHONDONTWRITEBYTECODE
 # Let the kernel be the one of .venv, whatever else is installed for the user.
 export JUPYTER_PREFER_ENV_PATH := 1
 # What the lessons' own exercises keep: a reader's folder notebooks/mine/ is left as it is.

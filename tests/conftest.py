@@ -22,16 +22,18 @@ _SKIPS = (  # marker, when its tests are skipped, and why
     ("interpret", not INTERPRETED, "needs TRITON_INTERPRET=1 pytest -m interpret"),
     ("compile", INTERPRETED, "needs the compiler: pytest -m compile, without TRITON_INTERPRET"),
 )
-# Files of many seconds; `make check` leaves them out, like every test of the default checkpoint.
+# Files of many seconds, and those that ask other libraries, whose import alone takes seconds;
+# `make check` leaves them out, like every test of the default checkpoint.
 _SLOW_FILES = {
-    "test_bench.py", "test_costs.py", "test_flash.py", "test_gpu_bench.py", "test_gqa.py",
-    "test_hostile.py", "test_interrupts.py", "test_tokenizer.py", "test_untrusted.py",
-    "test_weights.py",
+    "test_bench.py", "test_config.py", "test_costs.py", "test_flash.py", "test_gguf_formats.py",
+    "test_gguf_metadata.py", "test_gpu_bench.py", "test_gqa.py", "test_hostile.py",
+    "test_interrupts.py", "test_quantize_oracles.py", "test_special_tokens.py",
+    "test_tokenizer.py", "test_untrusted.py", "test_vocabulary.py", "test_weights.py",
 }  # fmt: skip
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`make check` does not even import the slow files: transformers alone takes seconds."""
+    """`make check` does not even import the slow files."""
     without_slow = "not slow" in config.option.markexpr
     return True if without_slow and collection_path.name in _SLOW_FILES else None
 

@@ -120,7 +120,15 @@ def test_matrix_on_the_default_checkpoint(default, default_answers, technique, p
 
 
 @techniques
-@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "changes",
+    [  # some for every edit, all for `make test`
+        pytest.param(
+            changes, id=name, marks=() if name in ("GQA", "qk_norm", "biases") else pytest.mark.slow
+        )
+        for name, changes in MODELS.items()
+    ],
+)
 def test_matrix_on_tiny_models(technique, changes):
     seeds, n = (1, 12) if "triton" in technique else (2, 24)
     for seed in range(seeds):

@@ -9,11 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers.generation.logits_process import (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from minillm.sampling import _NUCLEUS, Sampling, draw, greedy, next_tokens, probabilities
 
@@ -86,16 +81,19 @@ def test_ties(options, expected):
     close(probabilities(logits, options and Sampling(**options)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 @pytest.mark.parametrize("top_k", [None, 1, 7, 50])
 @pytest.mark.parametrize("top_p", [None, 0.1, 0.8, 0.99])
 def test_against_transformers(temperature, top_k, top_p):
+    from transformers.generation import logits_process  # here, as it takes seconds
+
     logits = 3 * torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
-    expected = TemperatureLogitsWarper(temperature)(None, logits)
+    expected = logits_process.TemperatureLogitsWarper(temperature)(None, logits)
     if top_k is not None:
-        expected = TopKLogitsWarper(top_k)(None, expected)
+        expected = logits_process.TopKLogitsWarper(top_k)(None, expected)
     if top_p is not None:
-        expected = TopPLogitsWarper(top_p)(None, expected)
+        expected = logits_process.TopPLogitsWarper(top_p)(None, expected)
     close(probabilities(logits, Sampling(temperature, top_k, top_p)), expected.softmax(-1))
 
 
@@ -364,8 +362,11 @@ def test_of_equals_the_first_stay_under_top_p():
         assert probabilities(probs.log(), Sampling(top_p=top_p)).nonzero()[:, 0].tolist() == kept
 
 
+@pytest.mark.slow
 def test_a_nucleus_larger_than_the_candidates():
     """Top-p looks at the likeliest few first; here they do not reach p."""
+    from transformers.generation.logits_process import TopPLogitsWarper
+
     n_vocab = 4 * _NUCLEUS
     logits = torch.linspace(0, -1, n_vocab)[torch.randperm(n_vocab)]
     for top_p in (0.1, 0.5, 0.9, 0.999):
