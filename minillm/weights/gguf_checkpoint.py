@@ -69,7 +69,7 @@ class GGUFCheckpoint:
         offset = t.offset + first * row_bytes
         data = np.fromfile(self.path, np.uint8, count=n_rows * row_bytes, offset=offset)
         data = data.reshape(n_rows, row_bytes)
-        if t.type in _FOUR_BITS:  # the default checkpoint; the package takes five times as long
+        if t.type in _FOUR_BITS:  # as in the default checkpoint: the package takes far longer
             q, d, m = _four_bits(data, t.type)
             return q.float().mul_(d[..., None]).add_(m[..., None]).flatten(1)
         gguf = gguf_package()
