@@ -26,7 +26,7 @@ def exam(default):
     [
         ("int8", False, 0.01, 0.27),
         ("int4", False, 0.10, 0.20),
-        ("llm_int8", True, 0.03, 0.27),
+        ("llm_int8", True, 0.02, 0.27),
         ("smoothquant", True, 0.05, 0.27),
     ],
 )
