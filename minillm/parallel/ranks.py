@@ -43,12 +43,7 @@ def on_ranks(
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "program.py")
         script.write_text(f"{PREAMBLE}\n{functions}\n{keep}{END}", encoding="utf-8")
-        done = subprocess.run(
-            [*torchrun(n), str(script), folder + "/"], env=os.environ | alone,
-            capture_output=True, text=True, errors="replace", check=False,
-        )  # fmt: skip
-        if done.returncode:
-            raise RuntimeError(cause(done.stderr))
+        _start(n, [str(script), folder + "/"], os.environ | alone, stdout=subprocess.DEVNULL)
         return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(n)]
 
 
@@ -59,9 +54,15 @@ def run_command(n: int, *command: str) -> None:
     RuntimeError, with the cause in one sentence, if a rank fails.
     """
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // n))}
+    _start(n, ["-m", *command], threads | os.environ)
+
+
+def _start(n: int, command: list[str], env: dict[str, str], stdout: int | None = None) -> None:
+    """Start torchrun, and wait until it ends; stdout: as for subprocess, None is this process's."""
     with subprocess.Popen(
-        [*torchrun(n), "-m", *command], env=threads | os.environ, stderr=subprocess.PIPE,
-        text=True, errors="replace", start_new_session=True,  # Ctrl-C reaches this process alone
+        [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={n}", *command],
+        env=env, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace",
+        start_new_session=True,  # Ctrl-C reaches this process alone
         preexec_fn=_end_with_parent,
     ) as ranks:  # fmt: skip
         try:
@@ -76,16 +77,14 @@ def run_command(n: int, *command: str) -> None:
         raise RuntimeError(cause(report))
 
 
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # a new process only calls it
+
+
 def _end_with_parent() -> None:
     """Let SIGTERM end this process when its parent is gone, however that was ended; Linux only."""
-    if sys.platform == "linux":
+    if _LIBC is not None:
         pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-
-
-def torchrun(n: int) -> list[str]:
-    """The command that starts n ranks on this machine; what they run follows it."""
-    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={n}"]
+        _LIBC.prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def cause(report: str) -> str:
