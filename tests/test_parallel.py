@@ -26,7 +26,7 @@ from minillm.costs import decode_bytes, kv_cache_bytes, matmul_params
 from minillm.hardware import Hardware
 from minillm.parallel import serving
 from minillm.parallel.__main__ import main
-from minillm.parallel.loading import load_pipeline
+from minillm.parallel.loading import check_split, load_pipeline
 from minillm.parallel.plan import Plan, bubble_share, fitting_sizes, part
 from minillm.parallel.ranks import cause, on_ranks
 from minillm.parallel.serving import shared_engine
@@ -115,6 +115,14 @@ def test_the_command_refuses(capsys):
         assert said in err and err.startswith("minillm: ") and err.count("\n") == 1
     assert main(["generate", "--tp", "3", ""]) == 2  # before any rank starts
     assert capsys.readouterr().err == "minillm: prompt_ids is empty; give at least one token.\n"
+
+
+def test_int4_groups_that_ranks_would_cut_are_told_before_loading(tmp_path):
+    save_folder(Decoder(tiny_config(n_heads=4, n_kv_heads=2, d_head=8, d_ff=64)), tmp_path)
+    with pytest.raises(ValueError, match="out has groups of 32 numbers, which 2 ranks would cut"):
+        check_split(tmp_path, "int4", 2)
+    with pytest.raises(ValueError, match="no tokenizer"):  # as far as the others get
+        check_split(tmp_path, "int8", 2)
 
 
 @pytest.mark.slow

@@ -18,8 +18,9 @@ from minillm.config import ModelConfig
 from minillm.model import Decoder
 from minillm.parallel.collectives import init, inside_torchrun, own_device, wait_for_all
 from minillm.parallel.pipeline import Stage, pipeline_parallel
-from minillm.parallel.plan import Plan, check_size, check_stages, part
+from minillm.parallel.plan import Plan, check_groups, check_size, check_stages, part
 from minillm.parallel.tensor import ShardedDecoder, tensor_parallel
+from minillm.quantization.quantize import Options
 from minillm.tokenizer import Tokenizer
 from minillm.tools.devices import device_and_dtype
 from minillm.weights.build import Checkpoint, empty_model, empty_on, fill, parameter_sources
@@ -85,7 +86,7 @@ def check_split(
     """The config and the tokenizer of a checkpoint, which are read before any rank starts.
 
     ValueError for a dtype that is none, for a model that tp ranks a layer and pp stages cannot
-    share, and for one without a tokenizer.
+    share, for int4 groups that tp ranks would cut, and for one without a tokenizer.
     """
     if pp > 1:
         device_and_plain_dtype("auto", dtype)
@@ -94,6 +95,8 @@ def check_split(
     with opened(source) as (checkpoint, tokenizer):  # reads the config, not the weights
         check_size(checkpoint.config, tp)
         check_stages(checkpoint.config.n_layers, pp)
+        for matrix in ("out", "down") if dtype == "int4" else ():
+            check_groups(checkpoint.config, tp, matrix, Options.group_size)
     if tokenizer is None:
         raise ValueError("The model's folder has no tokenizer; give a model that has one.")
     return checkpoint.config, tokenizer

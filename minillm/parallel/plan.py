@@ -123,3 +123,18 @@ class Plan:
                 self.heads.start * self.config.d_head, self.heads.stop * self.config.d_head
             )
         return self.mlp if matrix == "down" else None
+
+
+def check_groups(config: ModelConfig, size: int, matrix: str, group_size: int) -> None:
+    """ValueError if `size` ranks cut a group of 4-bit numbers of the matrices of that name.
+
+    A group shares a scale, so all of it must be on one rank.
+    """
+    for rank in range(size):
+        columns = Plan(config, size, rank).columns(matrix)
+        if columns and (columns.start % group_size or columns.stop % group_size):
+            raise ValueError(
+                f"{matrix} has groups of {group_size} numbers, which {size} ranks would cut at "
+                f"columns {columns.start} and {columns.stop}; take smaller groups, int8 or another "
+                "number of ranks."
+            )

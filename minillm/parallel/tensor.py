@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from minillm.cache import Cache
 from minillm.model import MATRICES, Decoder, Embedding, Linear
 from minillm.parallel.collectives import Group, world_size
-from minillm.parallel.plan import Plan, check_size, part
+from minillm.parallel.plan import Plan, check_groups, check_size, part
 from minillm.quantization.grid import QuantizedMatrix
 from minillm.quantization.linear import Float8Linear, Int4Linear, Int8Embedding, Int8Linear
 
@@ -246,14 +246,5 @@ def check_matrices(model: Decoder, size: int) -> None:
                 f"{name} is a {type(module).__name__}, which cannot be cut over ranks; give a "
                 "model whose matrices are plain, or stored in int8, fp8 or int4."
             )
-        if not isinstance(module, Int4Linear):
-            continue
-        for rank in range(size):
-            # A group of 4-bit numbers shares a scale, so all of it must be on one rank.
-            columns = Plan(model.config, size, rank).columns(matrix)
-            if columns and (columns.start % module.group_size or columns.stop % module.group_size):
-                raise ValueError(
-                    f"{name} has groups of {module.group_size} numbers, which {size} ranks would "
-                    f"cut at columns {columns.start} and {columns.stop}; quantize with a smaller "
-                    "group_size."
-                )
+        if isinstance(module, Int4Linear):
+            check_groups(model.config, size, matrix, module.group_size)
