@@ -123,7 +123,12 @@ def test_other_formats_are_quantized_again(tmp_path: Path) -> None:
             assert 0 < error < 0.1, name
 
 
-@pytest.mark.parametrize("kind", ["Q1_0", "Q8_1", "Q8_K", "I8", "I32", "F64"])
+KNOWN = GGMLQuantizationType.__members__  # an older gguf package has no Q1_0
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in ("Q1_0", "Q8_1", "Q8_K", "I8", "I32", "F64") if kind in KNOWN]
+)
 def test_formats_that_cannot_be_converted(tmp_path: Path, kind: str) -> None:
     quantization = GGMLQuantizationType[kind]
     block, n_bytes = GGML_QUANT_SIZES[quantization]

@@ -157,7 +157,7 @@ def test_templates_see_what_transformers_shows_them(tmp_path: Path, template: st
 def test_templates_have_the_functions_of_transformers() -> None:
     """Every global, filter and test, by name: none is missing, none is more."""
     environment = _environment()
-    theirs = chat_template_utils._cached_compile_jinja_template("").environment
+    theirs = chat_template_utils._compile_jinja_template("").environment
     for kind in ("globals", "filters", "tests"):
         assert getattr(environment, kind).keys() == getattr(theirs, kind).keys()
     assert {"generation", "break", "continue"} <= {
