@@ -145,7 +145,7 @@ def read_bandwidth(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def steady(
-    work: Callable[[], Result], device: torch.device, dtype: torch.dtype, rounds: int = 3
+    work: Callable[[], Result], device: torch.device, dtype: torch.dtype, rounds: int = 2
 ) -> tuple[list[Result], float]:
     """Results of `work()`, and the `read_bandwidth` at the time.
 
