@@ -1,6 +1,6 @@
 # make setup    create .venv, install the pinned packages, fetch the default checkpoint
 # make lessons  run every lesson from top to bottom, in place, and rewrite figures/ (LESSONS=FILES)
-# make check    lint and the fast tests, in about two minutes: for every edit
+# make check    lint and the fast tests, in about a minute: for every edit
 # make test     everything: lint, all tests, every lesson through nbval (figures go to build/ then)
 # make lab      JupyterLab on the lessons
 # make bench    run the benchmarks and rewrite the tables of README.md and figures/RESULTS.md
@@ -21,7 +21,8 @@ SITE := build/site
 PORT ?= 8000
 # Tests run side by side, one thread each: more threads than cores slow each other down many times.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# nbval, which only the lessons' tests use, takes seconds to load.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -p no:nbval
 # What is compiled and rewritten for one run of the tests serves the next.
 unexport PYTHONDONTWRITEBYTECODE
 # Let the kernel be the one of .venv, whatever else is installed for the user.
@@ -64,7 +65,7 @@ test: lint
 	$(PYTEST) -m compile
 	TRITON_INTERPRET=1 $(PYTEST) -m interpret
 	PYTHONPATH=tests $(PYTEST) -p without_triton -m "not slow and not gpu" tests
-	MINILLM_QUICK=1 MINILLM_FIGURES=build/figures $(PYTEST) --dist loadfile --nbval-lax $(LESSONS) $(FURTHER)
+	MINILLM_QUICK=1 MINILLM_FIGURES=build/figures $(PYTEST) --dist loadfile -p nbval --nbval-lax $(LESSONS) $(FURTHER)
 	@fresh=$$(mktemp -d) && { $(MAKE) course COURSE="$$fresh"; code=$$?; rm -rf "$$fresh"; exit $$code; }
 	@$(MAKE) site-test
 

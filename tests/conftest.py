@@ -1,6 +1,7 @@
 """What pytest needs for all tests: threads, tiers that must not be empty, the default model."""
 
 import os
+import sys
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches a hub
@@ -13,6 +14,8 @@ from tiers import HAS_TRITON, INTERPRETED
 import minillm
 from minillm import Decoder, Tokenizer
 
+# jsonschema builds this grammar of web addresses, for seconds, whenever a notebook is to be read.
+sys.modules.setdefault("rfc3987_syntax", None)
 # Workers side by side, a thread each: more threads than cores slow each other down many times.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
 
@@ -27,8 +30,9 @@ _SKIPS = (  # marker, when its tests are skipped, and why
 _SLOW_FILES = {
     "test_bench.py", "test_config.py", "test_costs.py", "test_flash.py", "test_gguf_formats.py",
     "test_gguf_metadata.py", "test_gpu_bench.py", "test_gqa.py", "test_hostile.py",
-    "test_interrupts.py", "test_quantize_oracles.py", "test_special_tokens.py",
-    "test_tokenizer.py", "test_untrusted.py", "test_vocabulary.py", "test_weights.py",
+    "test_interrupts.py", "test_quantize_oracles.py", "test_serve.py", "test_site.py",
+    "test_special_tokens.py", "test_student.py", "test_tokenizer.py", "test_trained_student.py",
+    "test_untrusted.py", "test_vocabulary.py", "test_weights.py",
 }  # fmt: skip
 
 

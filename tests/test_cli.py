@@ -160,8 +160,10 @@ def test_fetch_prints_the_path(default, capsys):
         (["generate", "x", "--top-p", "2"], "top_p"),
         (["generate", "x", "--temperature", "0", "--top-p", "0.9"], "nothing to --top-p; give"),
         (["chat", "--temperature", "0", "--seed", "1", "--top-k", "3"], "--top-k and --seed"),
-        (["generate", "x", "--max-new-tokens", "99999"], "8192"),
-        (["generate", ""], "empty"),
+        pytest.param(
+            ["generate", "x", "--max-new-tokens", "99999"], "8192", marks=pytest.mark.slow
+        ),
+        pytest.param(["generate", ""], "empty", marks=pytest.mark.slow),
         (["bench", "nothing"], "nothing"),
         (["bench", "decode", "--device", "tpu9"], "tpu9"),
     ],

@@ -97,6 +97,17 @@ def by_hand(model: Decoder, ids: list[int], n: int) -> list[int]:
     return ids[-n:]
 
 
+@cache
+def answered(name: str, seed: int, ids: tuple[int, ...], n: int) -> list[int]:
+    """Of `lively` models, by their names in MODELS; many techniques are compared with it."""
+    return by_hand(lively(seed, **MODELS[name]), list(ids), n)
+
+
+@cache
+def drawn(sampling: Sampling, n: int) -> list[int]:
+    return generate(lively(), [5, 90, 3], n, sampling=sampling)
+
+
 @pytest.fixture
 def model() -> Decoder:
     return lively()
@@ -121,20 +132,17 @@ def test_matrix_on_the_default_checkpoint(default, default_answers, technique, p
 
 @techniques
 @pytest.mark.parametrize(
-    "changes",
-    [  # some for every edit, all for `make test`
-        pytest.param(
-            changes, id=name, marks=() if name in ("GQA", "qk_norm", "biases") else pytest.mark.slow
-        )
-        for name, changes in MODELS.items()
+    "name",
+    [  # one for every edit, all for `make test`
+        pytest.param(name, marks=() if name == "qk_norm" else pytest.mark.slow) for name in MODELS
     ],
 )
-def test_matrix_on_tiny_models(technique, changes):
+def test_matrix_on_tiny_models(technique, name):
     seeds, n = (1, 12) if "triton" in technique else (2, 24)
     for seed in range(seeds):
-        model = lively(seed, **changes)
+        model = lively(seed, **MODELS[name])
         for ids in ([seed], [5, 90, 3, 3, 41, 8, 13]):
-            assert TECHNIQUES[technique](model, ids, n) == by_hand(model, ids, n)
+            assert TECHNIQUES[technique](model, ids, n) == answered(name, seed, tuple(ids), n)
 
 
 class Forgetful(KVCache):
@@ -158,9 +166,9 @@ class Forgetful(KVCache):
 
 
 @pytest.mark.parametrize("bug", ["positions", "overwrites", "stale"])
-@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
-def test_the_matrix_finds_bugs(changes, bug):
-    model, ids = lively(**changes), [5, 90, 3, 3, 41, 8, 13]
+@pytest.mark.parametrize("name", MODELS)
+def test_the_matrix_finds_bugs(name, bug):
+    model, ids = lively(**MODELS[name]), [5, 90, 3, 3, 41, 8, 13]
     cache, answer = Forgetful(bug, model), []
     with torch.inference_mode():
         while len(answer) < 30:
@@ -171,7 +179,7 @@ def test_the_matrix_finds_bugs(changes, bug):
                     ).argmax()
                 )
             )
-    assert answer != by_hand(model, ids, 30)
+    assert answer != answered(name, 0, tuple(ids), 30)
 
 
 # The two phases
@@ -299,25 +307,21 @@ def test_up_to_the_last_position():
     "options",
     [
         {},
-        {"temperature": 0.7},
-        {"top_k": 10},
-        {"top_p": 0.9},
+        pytest.param({"temperature": 0.7}, marks=pytest.mark.slow),
+        pytest.param({"top_k": 10}, marks=pytest.mark.slow),
+        pytest.param({"top_p": 0.9}, marks=pytest.mark.slow),
         {"temperature": 2.0, "top_k": 40, "top_p": 0.95},
     ],
     ids=str,
 )
 def test_the_seed_decides_not_the_cache(model, options, technique):
     n = 5 if "triton" in technique else 20
-    answers = {
-        seed: generate(model, [5, 90, 3], n, sampling=Sampling(**options, seed=seed))
-        for seed in range(2)
-    }
-    assert len({tuple(answer) for answer in answers.values()}) == 2
-    for seed, answer in answers.items():
-        assert (
-            TECHNIQUES[technique](model, [5, 90, 3], n, sampling=Sampling(**options, seed=seed))
-            == answer
-        )
+    samplings = [Sampling(**options, seed=seed) for seed in range(2)]
+    one, other = (drawn(sampling, n) for sampling in samplings)
+    assert one != other
+    for sampling in samplings:
+        found = TECHNIQUES[technique](model, [5, 90, 3], n, sampling=sampling)
+        assert found == drawn(sampling, n)
 
 
 def test_without_a_seed_answers_differ(model):

@@ -619,7 +619,6 @@ def test_a_client_that_goes_away_is_aborted_before_the_next_step(model, monkeypa
         assert value(server, 'request_success_total{finished_reason="abort"') == 1
 
 
-@pytest.mark.slow
 def test_two_hundred_clients_half_of_whom_leave(model):
     """No block is lost, and those who stay get the tokens that `generate` gives."""
     rng = random.Random(0)
@@ -819,7 +818,6 @@ def started(*options: str) -> Iterator[tuple[subprocess.Popen, str]]:
             process.kill()
 
 
-@pytest.mark.slow
 def test_the_readme_asks_and_is_answered(default, capsys):
     readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
     line = re.search(r"^\$ python -m minillm serve\n(.*)$", readme, re.M)[1]
@@ -830,7 +828,6 @@ def test_the_readme_asks_and_is_answered(default, capsys):
     assert capsys.readouterr().out.strip() == code.rpartition("# ")[2].strip()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_in_the_middle_of_a_stream(default, number):
     """The stream goes on for a while, ends with an error, and nothing else is said."""
@@ -867,7 +864,6 @@ def ranks_of(model: str) -> dict[str, int]:
     return found
 
 
-@pytest.mark.slow
 def test_two_ranks_answer_and_end_together(small_folder, model):
     with started("--tp", "2", "--dtype", "float32", "--model", str(small_folder)) as (ranks, said):
         url = re.search(r"http://127\.0\.0\.1:\d+", said)[0]
@@ -886,7 +882,6 @@ def test_two_ranks_answer_and_end_together(small_folder, model):
     assert (out, err, ranks.returncode) == ("", "", 128 + signal.SIGTERM)
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_server(small_folder):
     with started("--tp", "2", "--dtype", "float32", "--model", str(small_folder)) as (ranks, said):
         url = re.search(r"http://127\.0\.0\.1:\d+", said)[0]
@@ -899,7 +894,6 @@ def test_a_rank_that_is_killed_ends_the_server(small_folder):
     assert "SIGKILL" in err and err.count("\n") == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_ranks_end_with_the_command(small_folder, number):
     """Also where it cannot tell them, and where it is told twice."""
@@ -944,7 +938,6 @@ def test_the_benchmark_sees_every_token(server, model, monkeypatch):
     assert serve_http._without_http(engine, 3) > 0 and not engine.busy
 
 
-@pytest.mark.slow
 def test_answers_of_other_clients_are_compared(server, model, tokenizer, monkeypatch, tmp_path):
     """One that hands on what it gets, and one that loses the last letter of a stream."""
 

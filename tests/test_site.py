@@ -46,7 +46,6 @@ def blocked(code: str, given: object = None) -> object:
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow
 def test_the_plain_modules_import_and_no_other_does():
     code = """
 found = []
@@ -78,14 +77,12 @@ def test_elements_draw_or_refuse_in_a_sentence(name, seed):
     assert html == page.answer(name, values, 760)
 
 
-@pytest.mark.slow
 def test_a_load_test_and_what_it_refuses():
     first = list(page.answers("load", {"model": "smollm2-135m", "places": 8}, 760))
     assert len(first) == 8 and "knee predicted" in first[-1] and "Goodput" in first[-1]
     assert "does not fit on one h100" in page.answer("load", {"model": "llama-2-70b"}, 760)
 
 
-@pytest.mark.slow
 def test_controls_and_first_pictures():
     for name, element in page.ELEMENTS.items():
         html = page.placed(name)
@@ -121,7 +118,6 @@ def ids(exercise: Exercise) -> str:
     return f"{exercise.lesson[:2]}-{exercise.name}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("exercise", IN_PAGE, ids=ids)
 def test_the_hole_fails_and_the_solution_passes(exercise):
     failed = blocked(RUN, [exercise.before, exercise.hole, exercise.check])

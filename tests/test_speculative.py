@@ -4,7 +4,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -42,28 +42,31 @@ class Fixed(Drafter):
         return Draft([g if i < self.right else (g + 1) % 97 for i, g in enumerate(guesses)])
 
 
-def drafters(model) -> dict:
-    """A twin, a stranger, a coarser copy of the target, and the text itself."""
-    return {
-        "itself": ModelDrafter(model),
-        "a stranger": ModelDrafter(lively(seed=5, n_layers=1)),
-        "fewer bits": ModelDrafter(quantize(lively(d_model=64, d_head=16, d_ff=64), "int8")),
-        "n-grams": NgramDrafter(),
-        "single tokens": NgramDrafter(longest=1, shortest=1),
-        "heads": MedusaDrafter(lively_heads(5)),
-    }
-
-
-NAMES = ("itself", "a stranger", "fewer bits", "n-grams", "single tokens", "heads")
+# A twin, a stranger, a coarser copy of the target, and the text itself.
+DRAFTERS = {
+    "itself": ModelDrafter,
+    "a stranger": lambda model: ModelDrafter(lively(seed=5, n_layers=1)),
+    "fewer bits": lambda model: ModelDrafter(
+        quantize(lively(d_model=64, d_head=16, d_ff=64), "int8")
+    ),
+    "n-grams": lambda model: NgramDrafter(),
+    "single tokens": lambda model: NgramDrafter(longest=1, shortest=1),
+    "heads": lambda model: MedusaDrafter(lively_heads(5)),
+}
 PROMPT = [5, 90, 3, 3, 41, 8, 5, 90, 3]
 
 
+@cache
+def plain(n: int) -> list[int]:
+    """Without speculation, by the model that `lively` makes by default."""
+    return generate(lively(), PROMPT, n)
+
+
 @KS
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_greedy_tokens_are_those_of_generate(name, k):
-    model = lively()
-    expected = generate(model, PROMPT, 30)
-    result = speculative_generate(model, drafters(model)[name], PROMPT, 30, k=k)
+    model, expected = lively(), plain(30)
+    result = speculative_generate(model, DRAFTERS[name](model), PROMPT, 30, k=k)
     assert result.tokens == expected
     assert 0 <= result.accepted <= result.drafted
     assert result.target_calls == 30 - result.accepted
@@ -74,8 +77,7 @@ def test_greedy_tokens_are_those_of_generate(name, k):
 @KS
 @pytest.mark.parametrize("right", [0, 1, 3, 100])
 def test_all_rejected_and_all_accepted(right, k):
-    model = lively()
-    expected = generate(model, PROMPT, 20)
+    model, expected = lively(), plain(20)
     drafter = Fixed(expected, len(PROMPT), right=right)
     result = speculative_generate(model, drafter, PROMPT, 20, k=k)
     assert result.tokens == expected

@@ -51,7 +51,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.slow
 def test_a_course_from_release_to_feedback_and_handout(tmp_path):
     course, solved = tmp_path / "my course", only_the_exercises(tmp_path)
     made = make("course", solved, course)

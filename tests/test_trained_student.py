@@ -104,7 +104,6 @@ def test_files_of_something_else(tmp_path):
             load_student(teacher, path=path)
 
 
-@pytest.mark.slow
 def test_the_command(tmp_path, monkeypatch, capsys):
     """Text, training, file and record, on a tiny teacher; the second run has nothing to do."""
     from test_teacher_text import Words
@@ -169,7 +168,6 @@ def short_conversations(teacher, tokenizer, n, **options):
     return conversations(teacher, tokenizer, n, question=40, answer=30, **options)
 
 
-@pytest.mark.slow
 def test_the_packaged_student_is_as_its_record_says(default):
     """KL, agreement and accepted guesses, computed again on conversations it was not trained on."""
     record = json.loads(PACKAGED.with_suffix(".json").read_text())
@@ -192,7 +190,6 @@ def test_the_packaged_student_is_as_its_record_says(default):
     assert len(record["loss"]) == record["settings"]["steps"]
 
 
-@pytest.mark.slow
 def test_the_packaged_heads_are_as_their_record_says(default):
     record = json.loads(PACKAGED_HEADS.with_suffix(".json").read_text())
     teacher = prepack(default[0])

@@ -14,6 +14,7 @@ from pathlib import Path
 from builder.paths import PACKAGE
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Every module of the package by its full name, without the scripts."""
     found = {}

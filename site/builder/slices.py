@@ -13,6 +13,7 @@ import symtable
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from builder.plain import modules, plain_modules
@@ -142,12 +143,16 @@ def sliced(cells: list[str], last: str) -> str:
         late = more
 
 
-def _statements(cell: str) -> Iterator[_Statement]:
+@cache  # every exercise of a notebook asks for all cells before it
+def _statements(cell: str) -> tuple[_Statement, ...]:
     """The statements of a cell; imports name by name. Lines for IPython are none."""
+    return tuple(_read_statements(cell))
+
+
+def _read_statements(cell: str) -> Iterator[_Statement]:
     lines = [line for line in cell.splitlines() if not line.startswith(("%", "!"))]
-    source = "\n".join(lines)
-    for node in ast.parse(source).body:
-        text = ast.get_source_segment(source, node)
+    for node in ast.parse("\n".join(lines)).body:
+        text = _segment(lines, node)
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.decorator_list:
             text = "\n".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno])
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -164,6 +169,14 @@ def _statements(cell: str) -> Iterator[_Statement]:
             now, late = _uses(part, written)
             binds, sure, mends = _bound(part)
             yield _Statement(written, binds, now, late - binds, sure, mends)
+
+
+def _segment(lines: list[str], node: ast.stmt) -> str:
+    """As `ast.get_source_segment`, which takes the whole source apart for every node."""
+    own = [line.encode() for line in lines[node.lineno - 1 : node.end_lineno]]  # offsets: of bytes
+    own[-1] = own[-1][: node.end_col_offset]
+    own[0] = own[0][node.col_offset :]
+    return b"\n".join(own).decode()
 
 
 def _split(node: ast.stmt) -> list[ast.stmt]:
@@ -299,6 +312,7 @@ def _plain(name: str) -> bool:
     return home in plain
 
 
+@cache
 def _homes() -> dict[str, str]:
     """Names of the package itself -> the modules that they come from, read from its `__init__`."""
     tree = ast.parse(modules()["minillm"].read_text(encoding="utf-8"))
