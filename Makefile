@@ -90,16 +90,17 @@ gpu:
 course: setup
 	mkdir -p "$(COURSE)/exchange"
 	[ -e "$(COURSE)/nbgrader_config.py" ] || cp notebooks/nbgrader_config.py "$(COURSE)/"
-	@for lesson in $(LESSONS); do \
+	@new=; for lesson in $(LESSONS); do \
 	  name=$$(basename $$lesson .ipynb); own="$(COURSE)/source/$$name/$$name.ipynb"; \
 	  if [ ! -e "$(COURSE)/release/$$name" ]; then \
-	    mkdir -p "$(COURSE)/source/$$name" && { [ -e "$$own" ] || cp $$lesson "$$own"; } && \
-	    (cd "$(COURSE)" && PATH="$(CURDIR)/$(BIN):$$PATH" python -m nbgrader \
-	      generate_assignment $$name --create --log-level=WARN) || exit 1; \
+	    mkdir -p "$(COURSE)/source/$$name" && { [ -e "$$own" ] || cp $$lesson "$$own"; } || exit 1; \
+	    new="$$new $$name"; \
 	  elif ! cmp -s $$lesson "$$own"; then \
 	    echo "$$name: the course keeps its own version, which is not that of notebooks/."; \
 	  fi; \
-	done
+	done; \
+	[ -z "$$new" ] || (cd "$(COURSE)" && PATH="$(CURDIR)/$(BIN):$$PATH" \
+	  python "$(CURDIR)/notebooks/release.py" $$new)
 	@echo "The course is in $(COURSE)/; notebooks/README.md says how to go on."
 
 student: course
