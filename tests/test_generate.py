@@ -126,8 +126,10 @@ def default_answers(default: tuple[Decoder, Tokenizer]) -> Callable[[str, int], 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_matrix_on_the_default_checkpoint(default, default_answers, technique, prompt):
     model, tokenizer = default
-    n = {"no cache, triton": 2, "KV cache, triton": 4, "paged, triton": 4}.get(technique, 16)
-    assert TECHNIQUES[technique](model, tokenizer.encode(prompt), n) == default_answers(prompt, n)
+    most = {"no cache, triton": 2, "KV cache, triton": 4, "paged, triton": 4}.get(technique, 16)
+    n = min(most, 6) if "no cache" in technique else most  # there every token costs a long pass
+    found = TECHNIQUES[technique](model, tokenizer.encode(prompt), n)
+    assert found == default_answers(prompt, most)[:n]
 
 
 @techniques
