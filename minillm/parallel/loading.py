@@ -95,8 +95,9 @@ def check_split(
     with opened(source) as (checkpoint, tokenizer):  # reads the config, not the weights
         check_size(checkpoint.config, tp)
         check_stages(checkpoint.config.n_layers, pp)
-        for matrix in ("out", "down") if dtype == "int4" else ():
-            check_groups(checkpoint.config, tp, matrix, Options.group_size)
+        if dtype == "int4":
+            for matrix in ("out", "down"):
+                check_groups(checkpoint.config, tp, matrix, Options.group_size)
     if tokenizer is None:
         raise ValueError("The model's folder has no tokenizer; give a model that has one.")
     return checkpoint.config, tokenizer
