@@ -28,19 +28,20 @@ def _number(value: float) -> str:
 def results_table(folder: Path) -> str:
     """All results as a Markdown table, in the order of the benchmarks."""
     lines = [
-        "| benchmark | hardware | result | of the bound | as fast as |",
-        "| --- | --- | --- | --- | --- |",
+        "| benchmark | hardware | recorded | result | of the bound | as fast as |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for name in RECORDED:
         for document in _documents(folder, name):
-            label = document["hardware"]["label"]
+            label, date = document["hardware"]["label"], document["date"]
             for row in document["rows"]:
                 share = f"{row['of_bound']:.0%}" if "of_bound" in row else "–"
                 ratios = [f"{ratio:.2f} × {peer}" for peer, ratio in row.get("against", {}).items()]
                 gaps = [f"{peer}: {reason}" for peer, reason in row.get("gaps", {}).items()]
                 peers = ", ".join(ratios + gaps) or "–"
                 result = f"{_number(row['value'])} {row['unit']}"
-                lines.append(f"| {row['what']} | {label} | {result} | {share} | {peers} |")
+                columns = row["what"], label, date, result, share, peers
+                lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines)
 
 
