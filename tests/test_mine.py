@@ -3,13 +3,16 @@
 import linecache
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from minillm import costs
 from minillm.cache import Cache
 from minillm.hardware import Hardware
 from minillm.layers.attention import attention as attend_package
+from minillm.mine import checks
 from minillm.mine import kept as keeping
 from minillm.mine.kept import keep, load
 from minillm.mine.ours import OURS, part
@@ -160,6 +163,22 @@ def test_a_class_of_a_notebook_has_its_text():
     names = {"__name__": "__main__"}
     exec(compile(text, "<cell>", "exec"), names)
     assert _source(names["Cell"]) == text
+
+
+@pytest.mark.parametrize(
+    ("slip", "combine", "cached"),
+    [("none", max, True), ("added", lambda *both: sum(both), True), ("no caches", max, False)],
+)
+def test_a_predictor_is_asked_where_either_limit_counts(slip, combine, cached):
+    def step_seconds(config, chip, batch, context, dtype):
+        read = costs.decode_bytes(config, batch, context if cached else 0, dtype)
+        flops = batch * costs.decode_flops(config, context)
+        return combine(read / chip.bandwidth, flops / chip.peak(dtype))
+
+    if slip == "none":
+        return checks.predictor(SimpleNamespace(step_seconds=step_seconds))
+    with pytest.raises(AssertionError, match="A step of llama-3-8b for 1 users takes"):
+        checks.predictor(SimpleNamespace(step_seconds=step_seconds))
 
 
 @pytest.mark.parametrize("file", OURS)

@@ -12,6 +12,7 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 
+from minillm import costs
 from minillm.blocks import BlockManager, BlockTable, OutOfBlocks
 from minillm.cache import NoCache
 from minillm.config import ModelConfig
@@ -79,6 +80,21 @@ def decoder(mine: ModuleType) -> None:
             assert torch.allclose(found, model(part, ours), atol=1e-4), (
                 f"The logits of {part.shape[1]} tokens differ from the package's."
             )
+
+
+def predictor(mine: ModuleType) -> None:
+    """The slower of reading and arithmetic, for small and large models and batches."""
+    for chip, dtype in ((Hardware.preset("h100"), "bfloat16"), (Hardware.preset("t4"), "float16")):
+        for name in ("llama-3-8b", "llama-2-70b"):
+            config = ModelConfig.preset(name)
+            for batch, context in ((1, 5000), (1000, 50)):
+                reading = costs.decode_bytes(config, batch, context, dtype) / chip.bandwidth
+                arithmetic = batch * costs.decode_flops(config, context) / chip.peak(dtype)
+                right = max(reading, arithmetic)
+                found = mine.step_seconds(config, chip, batch, context, dtype)
+                assert abs(found / right - 1) < 2e-3, (
+                    f"A step of {name} for {batch} users takes {right:.5g} s, not {found:.5g}."
+                )
 
 
 def cache(mine: ModuleType) -> None:

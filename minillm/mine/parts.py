@@ -24,6 +24,7 @@ class Part:
 PARTS = (
     Part("00", "greedy_loop", ("answer_greedily",), "the loop that answers", checks.greedy_loop),
     Part("01", "decoder", ("my_decoder",), "the model that it runs", checks.decoder),
+    Part("02", "predictor", ("step_seconds",), "the least time of a step", checks.predictor),
     Part("03", "cache", ("MyCache",), "the cache of one request", checks.cache),
     Part("04", "grouped_attention", ("grouped",), "how it attends", checks.grouped_attention),
     Part("05", "kernel", ("heads",), "attention on a GPU", checks.kernel),
