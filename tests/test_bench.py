@@ -24,13 +24,15 @@ from minillm.bench import (
     quality,
     serve,
     serve_gpu,
+    speculate,
 )
 from minillm.bench import quantize as bench_quantize
 from minillm.bench import recording as recording_module
-from minillm.bench.recording import Recording
+from minillm.bench.recording import Recording, record_of
 from minillm.bench.tables import results_table
 from minillm.distillation.teacher_text import Conversation
 from minillm.measure import alternate
+from minillm.speculation.drafters import ModelDrafter, NgramDrafter
 from minillm.tools.folders import data_folder
 from minillm.weights.build import parameter_sources
 
@@ -192,6 +194,23 @@ def test_serve(recording, model):
     assert len(rows(recording)) == 6
 
 
+def test_speculate(recording, model, monkeypatch):
+    """Each way of guessing once, alone and in the engine, against the table of passes."""
+    for name, value in {"N_NEW": 4, "KS": (1,), "REPEATS": 1, "ROWS": (1, 2, 4)}.items():
+        monkeypatch.setattr(speculate, name, value)
+    table = {name: speculate.pass_milliseconds(model) for name in ("float32", "student")}
+    recording.document["milliseconds a pass"] = table
+    assert all(list(row) == [1, 2, 4] and min(row.values()) > 0 for row in table.values())
+    drafters = {"student": ModelDrafter(model), "n-grams": NgramDrafter()}
+    prompts = [[1, 2, 3, 1, 2], [4, 5]]
+    speculate.measure_text(recording, "text", prompts, ("float32", model), drafters, None)
+    case = recording.document["cases"]["text, student, k = 1"]
+    # The target drafts for itself: every guess is kept, so a pass yields two tokens.
+    assert case["tokens per pass"] == 2 and case["alpha"] > 0.999 and case["predicted"] > 0
+    speculate.measure_engine(recording, prompts, model, drafters)
+    assert len(rows(recording)) == 2 + 3 * 3
+
+
 def test_serve_on_a_gpu_but_for_the_gpu(recording, model):
     """Its functions run on a CPU as well, without graphs and the peer."""
     serve_gpu.measure_one_user(recording, model, cuda_graphs=False, n=4, **REPEATS)
@@ -290,6 +309,17 @@ def test_parts_are_written_at_once(recording):
     recording.add({"what": "w", "value": 2.0, "unit": "s"}, {"b": [2.0]})
     document = json.loads(recording.path.read_text())
     assert document["repeats"] == {"a": [1.0], "b": [2.0]} and len(document["rows"]) == 1
+
+
+def test_a_record_is_found(tmp_path):
+    """The lessons' own kind of machine first; another kind's where there is no other."""
+    for label in ("cpu-2-threads-amx", "nvidia-h200"):
+        (tmp_path / f"load.{label}.json").write_text(json.dumps(label))
+    assert record_of("load", tmp_path) == "cpu-2-threads-amx"
+    (tmp_path / "load.cpu-2-threads.json").write_text(json.dumps("cpu-2-threads"))
+    assert record_of("load", tmp_path) == "cpu-2-threads"
+    with pytest.raises(FileNotFoundError, match=r"record of the benchmark serve.*bench serve"):
+        record_of("serve", tmp_path)
 
 
 def test_peers_take_turns():

@@ -117,12 +117,21 @@ def words(cells: list[dict]) -> int:
     return sum(len(source(c).split()) for c in cells if c["cell_type"] == "markdown")
 
 
+def main_path(lesson):
+    """Its text up to the exercises at the end, or to what goes further; none of its exercises."""
+    texts = []
+    ends = re.compile(r"^## (?:\d+\. Exercises$|Exercise|Going further)", re.MULTILINE)
+    for cell in (c for c in lesson if c["cell_type"] == "markdown"):
+        here, *rest = ends.split(source(cell), maxsplit=1)
+        texts.append(re.split(r"^### Exercise", here, flags=re.MULTILINE)[0])
+        if rest:
+            return "\n\n".join(texts)
+    raise AssertionError("The lesson has no exercises and goes no further.")
+
+
 def test_a_lesson_takes_an_evening(lesson):
-    """The main path ends where the exercises, or what goes further, begin."""
-    text = "\n\n".join(source(c) for c in lesson if c["cell_type"] == "markdown")
-    ends = re.compile(r"^#+ (?:\d+\. )?(?:Exercise|Going further)", re.MULTILINE)
-    main_path = re.sub(r"\$\$.*?\$\$", "", ends.split(text)[0], flags=re.DOTALL)
-    assert len(main_path.split()) <= 2600  # and formulas
+    without_formulas = re.sub(r"\$\$.*?\$\$", "", main_path(lesson), flags=re.DOTALL)
+    assert len(without_formulas.split()) <= 2600
     assert words(lesson) <= 4000
     folded = [c for c in lesson if "hide-input" in c["metadata"].get("tags", ())]
     assert sum(len(source(c).splitlines()) for c in folded) <= 250
@@ -149,6 +158,15 @@ def test_exercises_are_nbgraders(lesson):
         assert "assert" in source(cell) and cell["metadata"]["nbgrader"]["points"] > 0
     ids = [c["metadata"]["nbgrader"]["grade_id"] for c in solutions + tests]
     assert len(set(ids)) == len(ids)
+
+
+def test_exercises_are_numbered(lesson):
+    """From 1, without a gap, each with its minutes; and those that the text speaks of are there."""
+    text = "\n".join(source(c) for c in lesson if c["cell_type"] == "markdown")
+    headings = re.findall(r"^#+ .*Exercise (\d)(?: ★)?: .*\(\d+ minutes\)$", text, re.MULTILINE)
+    assert headings == [str(1 + i) for i in range(len(headings))] != []
+    named = re.findall(r"[Ee]xercises? (\d)(?: (?:and|to) (\d))?", text)
+    assert {n for pair in named for n in pair if n} <= set(headings)
 
 
 def test_headings_follow_the_rhythm(lesson):

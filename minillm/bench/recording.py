@@ -103,6 +103,22 @@ class Recording:
         write_json(self.path, self.document)
 
 
+def record_of(benchmark: str, folder: Path | None = None) -> dict[str, Any]:
+    """What a benchmark recorded on a CPU; of several CPUs, the one whose label has no ending.
+
+    That is the kind of machine the lessons were executed on (`hardware_label`). folder:
+    `figures/data/` unless given. FileNotFoundError if there is no such record.
+    """
+    folder = folder or data_folder()
+    files = sorted(folder.glob(f"{benchmark}.cpu-*.json"), key=lambda file: (len(file.name), file))
+    if not files:
+        raise FileNotFoundError(
+            f"{folder} has no record of the benchmark {benchmark} on a CPU; "
+            f"python -m minillm bench {benchmark} makes one."
+        )
+    return json.loads(files[0].read_text())
+
+
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Write a file as a whole: whoever reads it, or stops us, finds the old one or the new one."""
     new = path.with_name(path.name + ".new")
