@@ -190,6 +190,7 @@ def test_only_declared_dependencies_are_imported():
     declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in dependencies}
     # Imported where they are used.
     extra = {
+        "tools.markdown": {"IPython"},
         "tools.plots": {"matplotlib", "PIL", "ipywidgets", "IPython"},
         "bench.peers": {"tokenizers", "transformers", "xllamacpp"},
         "bench.clients": {"langchain_openai", "litellm", "lm_eval", "transformers"},
