@@ -83,7 +83,8 @@ TORCH_FREE = (
     "tools.checks", "tools.command_line", "tools.folders", "tools.exercises", "tools.submissions",
     "tools.chat_template", "tools.markdown", "config", "hf_config", "hardware", "costs", "card",
     "blocks", "pieces", "fragmentation", "speculation.formulas", "serving.request",
-    "serving.step_plan", "serving.scheduler", "serving.timeline", "serving.metrics", "serving.virtual_time",
-    "serving.engine_config", "serving.workload", "parallel.plan", "parallel.step_time",
+    "serving.step_plan", "serving.scheduler", "serving.timeline", "serving.metrics",
+    "serving.virtual_time", "serving.engine_config", "serving.workload", "parallel.plan",
+    "parallel.step_time",
 )  # fmt: skip
 """What counts, decides or plans imports neither torch nor NumPy."""
