@@ -727,7 +727,7 @@ STATEMENTS = [
         "the faster decoding gets, the larger is the share of the prompts",
         (
             r"\| 4 bits, prefix \| ([\d.]+) ×",
-            r"\| many, prefix \| ([\d.]+) ×",
+            r"\| prefix, many \| ([\d.]+) ×",
             r"float32: 4 bits ([\d.]+) ×, many ([\d.]+) ×, prefix ([\d.]+) ×",
         ),
         lambda with_bits, with_many, bits, many, prefix: (
@@ -739,7 +739,7 @@ STATEMENTS = [
         "Two techniques that save different parts of the time help each other",
         (
             r"\| 4 bits, prefix \| .* \| \*\*([\d.]+)\*\*",
-            r"\| many, prefix \| .* \| \*\*([\d.]+)\*\*",
+            r"\| prefix, many \| .* \| \*\*([\d.]+)\*\*",
         ),
         lambda bits, many: bits > 1.05 and many > 1.05,
     ),
