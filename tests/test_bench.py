@@ -203,7 +203,7 @@ def test_speculate(recording, model, monkeypatch):
     assert all(list(row) == [1, 2, 4] and min(row.values()) > 0 for row in table.values())
     drafters = {"student": ModelDrafter(model), "n-grams": NgramDrafter()}
     prompts = [[1, 2, 3, 1, 2], [4, 5]]
-    speculate.measure_text(recording, "text", prompts, ("float32", model), drafters, None)
+    speculate.measure_text(recording, "text", prompts, "float32", model, drafters, None)
     case = recording.document["cases"]["text, student, k = 1"]
     # The target drafts for itself: every guess is kept, so a pass yields two tokens.
     assert case["tokens per pass"] == 2 and case["alpha"] > 0.999 and case["predicted"] > 0

@@ -72,8 +72,8 @@ def bench(device: torch.device) -> Path:
     if has("transformers", recording, "transformers"):
         twins = transformers_twin(plain), transformers_twin(load_student(plain))
     for name, prompts in texts.items():
-        measure_text(recording, name, prompts, (fmt, target), drafters, twins)
-    measure_text(recording, "chat in int4", texts["chat"], ("int4", fast), drafters, None)
+        measure_text(recording, name, prompts, fmt, target, drafters, twins)
+    measure_text(recording, "chat in int4", texts["chat"], "int4", fast, drafters, None)
     measure_engine(recording, texts["chat"], target, drafters)
     return recording.path
 
@@ -139,15 +139,15 @@ def measure_text(
     recording: Recording,
     name: str,
     prompts: Prompts,
-    formed: tuple[str, Decoder],
+    fmt: str,
+    target: Decoder,
     drafters: dict[str, Drafter],
     twins: "tuple[LlamaForCausalLM, LlamaForCausalLM] | None",
 ) -> None:
     """A row for each drafter at its best k, with the prediction for it.
 
-    formed: the target's format, a name in the table of passes, and the target.
+    fmt: the target's format, a name in the table of passes.
     """
-    fmt, target = formed
     prompts = prompts[:4]
     times = alternate(_text_calls(prompts, target, drafters, twins), REPEATS)
     took = {what: median(values) for what, values in times.items()}
