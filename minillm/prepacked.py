@@ -15,9 +15,10 @@ rows are less than half as fast as oneDNN's. All matrices of the default model (
     Intel, AVX-512   plain      21.6  22.6  23.7  38.1  49.5  52.8  61.4  96.1     –
                      prepacked  25.4  26.4  27.8  26.4  30.9  38.9  53.9  86.2     –
 
-So the Intel CPU loses a little with up to three rows. They use the copy all the same, on every CPU:
-a sum in another order gives slightly different numbers, and the tokens that a model writes should
-not depend on a measurement.
+So on Intel CPUs, where MKL is at home, float32 products of up to three rows do not use the copy.
+Within a model the difference is larger than in this table: a whole step of the default model takes
+a fifth longer with it. (A sum in another order gives slightly different numbers, so which layout is
+used depends on the CPU's name and on the number of rows, never on a measurement.)
 
 In bfloat16 PyTorch multiplies with oneDNN, which reads row-major weights directly, but more slowly
 than its own layout. On 2 cores with AMX:
@@ -35,10 +36,11 @@ import torch
 from torch import Tensor
 
 from minillm.cpu_products import onednn_layout, onednn_linear
-from minillm.measure import multiplies_bfloat16
+from minillm.measure import cpu_name, multiplies_bfloat16
 from minillm.model import Decoder, Linear, replace_linears
 
 _LAYOUT_FOR = 64  # tokens; oneDNN chooses the layout for them, and it is as good for other numbers
+_FEW_ROWS = 3  # MKL has routines of its own for so few
 
 
 class PrepackedLinear(Linear):
@@ -51,9 +53,11 @@ class PrepackedLinear(Linear):
         self.weight, self.bias = linear.weight, linear.bias
         weight = linear.weight.detach()  # (out, in)
         self._packed = onednn_layout(weight, _LAYOUT_FOR)
+        mkl_is_quick = weight.dtype == torch.float32 and "Intel" in cpu_name()
+        self._row_major_up_to = _FEW_ROWS * linear.in_features if mkl_is_quick else 0  # numbers
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or x.numel() <= self._row_major_up_to:
             return super().forward(x)
         return onednn_linear(x, self._packed, self.bias)
 
@@ -61,7 +65,8 @@ class PrepackedLinear(Linear):
 def prepack(model: Decoder) -> Decoder:
     """A model that shares `model`'s weights and adds a prepacked copy of each matrix.
 
-    The copies are used when gradients are off. Prepack last: the copies do not follow when weights
+    The copies are used when gradients are off, on an Intel CPU in float32 for four rows or more.
+    Prepack last: the copies do not follow when weights
     change, and cannot be deep-copied. Modules that are not plain `Linear` stay as they are.
     Raises ValueError where it would not help: on a device other than the CPU, in a dtype other than
     float32 and bfloat16, if PyTorch was built without oneDNN, in bfloat16 on a CPU without AVX-512,
