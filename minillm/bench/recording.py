@@ -104,19 +104,21 @@ class Recording:
 
 
 def record_of(benchmark: str, folder: Path | None = None) -> dict[str, Any]:
-    """What a benchmark recorded on a CPU; of several CPUs, the one whose label has no ending.
+    """What a benchmark recorded on a CPU; of several CPUs, the newest record.
 
-    That is the kind of machine the lessons were executed on (`hardware_label`). folder:
-    `figures/data/` unless given. FileNotFoundError if there is no such record.
+    So after `make bench` the lessons show this machine's. folder: `figures/data/` unless given.
+    FileNotFoundError if there is no such record.
     """
     folder = folder or data_folder()
-    files = sorted(folder.glob(f"{benchmark}.cpu-*.json"), key=lambda file: (len(file.name), file))
-    if not files:
+    found = [
+        json.loads(path.read_text()) for path in sorted(folder.glob(f"{benchmark}.cpu-*.json"))
+    ]
+    if not found:
         raise FileNotFoundError(
             f"{folder} has no record of the benchmark {benchmark} on a CPU; "
             f"python -m minillm bench {benchmark} makes one."
         )
-    return json.loads(files[0].read_text())
+    return max(found, key=lambda document: document["date"])
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

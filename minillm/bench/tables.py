@@ -46,11 +46,16 @@ def results_table(folder: Path) -> str:
 
 
 def highlights(folder: Path) -> str:
-    """Some of the recorded results on a CPU, in plain words, as a Markdown table."""
-    lines = [
-        "| on two CPU cores (`cpu-2-threads` in [all results](figures/RESULTS.md)) | |",
-        "| --- | --- |",
-    ]
+    """Some results in plain words, as a Markdown table: a column for each CPU that has them all."""
+    documents = {
+        name: {document["hardware"]["label"]: document for document in _documents(folder, name)}
+        for name in ("decode", "quantize", "prefill", "serve")
+    }
+    complete = set.intersection(*(set(found) for found in documents.values()))
+    cpus = sorted(label for label in complete if label.startswith("cpu"))
+    names = [f"{documents['decode'][cpu]['hardware']['name']} (`{cpu}`)" for cpu in cpus]
+    head = "on a CPU ([all results](figures/RESULTS.md))"
+    lines = [f"| {head} | {' | '.join(names)} |", "| --- |" + " --- |" * len(cpus)]
     for name, part, words, shown in (
         ("decode", "decode", "one user", _speed),
         ("decode", "prepacked", "one user, weights prepacked", _speed),
@@ -66,10 +71,11 @@ def highlights(folder: Path) -> str:
         ("serve", "TTFT", "a prompt whose first 512 tokens are known", _first_token),
         ("serve", "empty slots", "cache memory handed out and not used", _share),
     ):
-        for document in _documents(folder, name):
-            on_cpu = document["hardware"]["label"] == "cpu-2-threads"
-            rows = [row for row in document["rows"] if part in row["what"] and on_cpu]
-            lines += [f"| {words} | {shown(row)} |" for row in rows[:1]]
+        columns = [
+            shown(next(row for row in documents[name][cpu]["rows"] if part in row["what"]))
+            for cpu in cpus
+        ]
+        lines.append(f"| {words} | {' | '.join(columns)} |")
     return "\n".join(lines)
 
 
@@ -77,7 +83,7 @@ def _speed(row: dict[str, Any]) -> str:
     """Tokens per second, the share of the bound, and the ratios to some peers."""
     parts = [f"{_number(row['value'])} {row['unit']}"]
     if "of_bound" in row:
-        parts.append(f"{row['of_bound']:.0%} of what this machine allows")
+        parts.append(f"{row['of_bound']:.0%} of the bound")
     parts += [
         f"{ratio:.1f} × {peer}"
         for peer, ratio in row.get("against", {}).items()
