@@ -447,7 +447,7 @@ STATEMENTS = [
     ),
     Statement(
         "09",
-        "section 5 timed them alone, and there, too, int8 gained less than its bytes",
+        "section 5 timed two of them alone, and there, too, int8 gained less than its bytes",
         (r"float32 product +([\d.]+) ms", r"int8, in registers +([\d.]+) ms"),
         lambda float32, in_registers: 1 < float32 / in_registers < 4,
     ),
