@@ -32,6 +32,8 @@ MKL's own packing (35.6 at 16 tokens, but each packing fits one number of tokens
 Not here: GPUs, whose libraries read row-major weights directly; float16.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -40,11 +42,16 @@ from minillm.measure import cpu_name, multiplies_bfloat16
 from minillm.model import Decoder, Linear, replace_linears
 
 _LAYOUT_FOR = 64  # tokens; oneDNN chooses the layout for them, and it is as good for other numbers
-_FEW_ROWS = 3  # MKL has routines of its own for so few
+
+
+@cache  # a machine with many CPUs has a long list of them to read
+def _rows_for_mkl() -> int:
+    """Up to so many rows of float32 MKL multiplies faster: it has routines of its own for them."""
+    return 3 if "Intel" in cpu_name() else 0
 
 
 class PrepackedLinear(Linear):
-    """A matrix in two layouts: oneDNN's for products, row-major for gradients."""
+    """A matrix in two layouts: oneDNN's for products, row-major for gradients and where faster."""
 
     def __init__(self, linear: Linear):
         super().__init__(
@@ -53,8 +60,8 @@ class PrepackedLinear(Linear):
         self.weight, self.bias = linear.weight, linear.bias
         weight = linear.weight.detach()  # (out, in)
         self._packed = onednn_layout(weight, _LAYOUT_FOR)
-        mkl_is_quick = weight.dtype == torch.float32 and "Intel" in cpu_name()
-        self._row_major_up_to = _FEW_ROWS * linear.in_features if mkl_is_quick else 0  # numbers
+        few_rows = _rows_for_mkl() if weight.dtype == torch.float32 else 0
+        self._row_major_up_to = few_rows * linear.in_features  # numbers
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() or x.numel() <= self._row_major_up_to:
@@ -66,8 +73,8 @@ def prepack(model: Decoder) -> Decoder:
     """A model that shares `model`'s weights and adds a prepacked copy of each matrix.
 
     The copies are used when gradients are off, on an Intel CPU in float32 for four rows or more.
-    Prepack last: the copies do not follow when weights
-    change, and cannot be deep-copied. Modules that are not plain `Linear` stay as they are.
+    Prepack last: the copies do not follow when weights change, and cannot be deep-copied. Modules
+    that are not plain `Linear` stay as they are.
     Raises ValueError where it would not help: on a device other than the CPU, in a dtype other than
     float32 and bfloat16, if PyTorch was built without oneDNN, in bfloat16 on a CPU without AVX-512,
     and for a model that is already prepacked.

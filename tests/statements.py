@@ -65,7 +65,7 @@ STATEMENTS = [
         ),
         # a token has 269 million FLOPs, as the lesson counts
         lambda gflops, by_flops, by_clock, one_ms: (
-            0.5 < by_clock * one_ms / (by_flops * 269 / gflops) < 2.3
+            0.5 < by_clock * one_ms / (by_flops * 269 / gflops) < 2
         ),
     ),
     Statement(
@@ -275,7 +275,7 @@ STATEMENTS = [
             r"\| `plain, held` \|.*\| ([\d.]+) \|\n",
             r"\| `sdpa` \|.*\| ([\d.]+) \|\n",
         ),
-        lambda plain, held, sdpa: plain > sdpa and plain - held > (plain - sdpa) / 3,
+        lambda plain, held, sdpa: plain > sdpa and plain - held > (plain - sdpa) / 2,
     ),
     Statement(
         "05",
@@ -759,7 +759,7 @@ STATEMENTS = [
         "14",
         "So its number is larger, even on one machine.",
         (r"the server says \*\*(\d+) ms\*\*, the client \*\*(\d+) ms\*\*",),
-        lambda server, client: server <= client < 2 * server,
+        lambda server, client: server <= client < 1.5 * server,
     ),
     Statement(
         "14",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import tiny_config
 
-from minillm import Decoder, cpu_products, merge_kv_heads, prepack
+from minillm import Decoder, cpu_products, merge_kv_heads, prepack, prepacked
 from minillm.measure import multiplies_bfloat16
 from minillm.model import Linear
 from minillm.prepacked import PrepackedLinear
@@ -54,6 +54,7 @@ def test_the_prepacked_copy_is_used_unless_gradients_are_wanted(dtype, cpu, monk
     On an Intel CPU in float32, it must not show for up to three.
     """
     monkeypatch.setattr("minillm.prepacked.cpu_name", lambda: cpu)
+    monkeypatch.setattr(prepacked, "_rows_for_mkl", prepacked._rows_for_mkl.__wrapped__)
     linear = Linear(16, 16, bias=False).to(dtype)
     packed = PrepackedLinear(linear)
     zeros = torch.zeros(16, 16, dtype=dtype)
